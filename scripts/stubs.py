@@ -36,7 +36,7 @@ from verl.training.options import OptimConfig, TrainOptions
 
 FOLDER = Path(verl.__file__).parent
 #: Packages whose names are imported when they are first used.
-PACKAGES = ("verl", "verl.data", "verl.dataflow", "verl.models", "verl.trainer", "verl.utils")
+PACKAGES = ("verl", "verl.data", "verl.dataflow", "verl.models", "verl.utils")
 _HEAD = '"""{}, for type checkers: made by `python scripts/stubs.py`."""\n'
 
 

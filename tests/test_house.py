@@ -19,7 +19,6 @@ FLOORS = (
     "trl tune compat",
     "run",
     "trainer",
-    "tasks",
     "checkpoint report",
     "dataflow",
     "config",

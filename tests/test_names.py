@@ -33,8 +33,8 @@ from verl.rewards.make import make_reward
 from verl.rollout.environments import EnvironmentEpisode
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.guards import make_guard
-from verl.tasks.file import check_reads
-from verl.tasks.weights import DynamicTaskWeightScheduler
+from verl.trainer.task import check_reads
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 from verl.trl import SFTConfig, SFTTrainer
 from verl.workers.actor import engine_factory
 

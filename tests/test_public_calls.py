@@ -44,10 +44,10 @@ from verl.rewards.source import run_reward, source_of
 from verl.roles.columns import as_responses
 from verl.rollout.guards import GuardModel
 from verl.rollout.tools import ToolEpisode, tool
-from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.evaluation import HeldOut, binomial_interval, paired_bootstrap
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.options import OTHERS, RECORDS
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 from verl.utils.batching import DynamicBatchSampler
 
 

@@ -20,8 +20,8 @@ from verl.algorithms import make_algorithm
 from verl.errors import ConfigError, ModelError
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.guards import TEMPLATE, GuardModel
-from verl.tasks.file import make_constraint
 from verl.trainer.task import Task
+from verl.trainer.tasks import make_constraint
 from verl.weights.shard import checksum
 
 

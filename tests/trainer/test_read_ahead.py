@@ -19,9 +19,9 @@ from verl.data.loader import PromptLoader
 from verl.data.offline import OfflineDatasetLoader
 from verl.data.prompts import load_prompts, stream_prompts
 from verl.data.task_loader import MixedLoader, TaskLoader
-from verl.tasks.weights import DynamicTaskWeightScheduler
 from verl.trainer.batches import prepare_prompts
 from verl.trainer.evaluation import HeldOut
+from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
 WAIT = 60  # seconds, at most: what is waited for comes at once
 

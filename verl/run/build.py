@@ -93,7 +93,7 @@ def build_trainer(config: Config, tasks: list[Task], actor: Actor, rows: int, **
     for guard in settings.guards:
         trainer.add_guard(SafetyGuard(**dict(guard)))
     if scheduler is not None:
-        from verl.tasks.weights import DynamicTaskWeightScheduler
+        from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
         trainer.set_task_scheduler(DynamicTaskWeightScheduler(**dict(scheduler)))
     return trainer

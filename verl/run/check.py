@@ -20,9 +20,8 @@ from verl.report.metrics import Metric
 from verl.report.sinks import EXTRAS, check_loggers
 from verl.roles.reward import Reward
 from verl.run.data import ReadData, is_offline, read_data, step_rows
-from verl.tasks.file import MAIN, check_asynchronous, check_corrected, check_heads, check_permuted, check_reads
-from verl.trainer.task import Task
-from verl.trainer.tasks import task_of
+from verl.trainer.task import MAIN, Task, check_reads
+from verl.trainer.tasks import check_asynchronous, check_corrected, check_heads, check_permuted, task_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SAMPLING = ("episode", "environment", "max_new_tokens", "min_new_tokens", "top_k", "top_p", "min_p", "stop", "url")
@@ -67,7 +66,7 @@ def check_settings(config: Config) -> Checked:
     if config.data.pools is not None:
         check_known("data.pools has numbers of task", config.data.pools.tasks, algorithms)
     if config.trainer.task_scheduler is not None:
-        from verl.tasks.weights import DynamicTaskWeightScheduler
+        from verl.trainer.task_weights import DynamicTaskWeightScheduler
 
         DynamicTaskWeightScheduler(**dict(config.trainer.task_scheduler))
     metrics = {spec: Metric(spec, load_function(spec)) for spec in config.trainer.eval_metrics if spec != KL}

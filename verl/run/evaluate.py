@@ -23,9 +23,8 @@ from verl.run import build
 from verl.run.check import rewarding_episode, sources_of
 from verl.run.data import prompts_of
 from verl.run.export import export
-from verl.tasks.file import check_reads
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
-from verl.trainer.task import Task
+from verl.trainer.task import Task, check_reads
 from verl.trainer.trainer import Trainer
 
 # Seconds between two reports of progress.

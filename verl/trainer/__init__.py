@@ -1,12 +1,9 @@
 """When things happen: a step and the loop of them, asynchronous and interleaved training, evaluation, the guard.
 
 Reading order: `step`, `trainer`, `task`, `tasks`, `runner`, `options`, `loop`, `pipeline`, `expression`, `evaluation`,
-`guard`, `asynchronous`, `interleaved`, `calls`, `batches`, `signals`.
+`guard`, `task_weights`, `asynchronous`, `interleaved`, `calls`, `batches`, `signals`.
 """
 
-from verl._base.later import later
+from verl.trainer.guard import Alert, SafetyGuard
 
 __all__ = ["Alert", "SafetyGuard"]
-#: A run without a guard loads none.
-HOMES = dict.fromkeys(__all__, "verl.trainer.guard")
-__getattr__ = later(__name__, HOMES)

@@ -40,10 +40,10 @@ from verl.roles.actor import Actor
 from verl.roles.columns import expand
 from verl.roles.critic import Critic
 from verl.roles.standalone import Lost, RolloutPool
-from verl.tasks.file import check_asynchronous
 from verl.trainer.batches import next_batch
 from verl.trainer.evaluation import Evaluation, Metrics
 from verl.trainer.guard import SafetyGuard
+from verl.trainer.tasks import check_asynchronous
 from verl.trainer.trainer import Trainer
 from verl.workers.standalone import EngineRecipe, Finished
 

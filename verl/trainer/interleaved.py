@@ -23,8 +23,8 @@ from verl.dataflow.loop import begin
 from verl.errors import ConfigError, TrainingError
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
-from verl.tasks.file import check_corrected
 from verl.trainer.task import Samples
+from verl.trainer.tasks import check_corrected
 from verl.trainer.trainer import Trainer
 
 if TYPE_CHECKING:

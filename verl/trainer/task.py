@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ from verl.dataflow.executor import Result, all_of, combined
 from verl.dataflow.graph import Graph, Node
 from verl.dataflow.loop import run_sync, submit
 from verl.dataflow.nodes import RewardNode, RolloutNode, UpdateNode, check_none_updates, make_stages, stage_nodes
-from verl.errors import ConfigError, DataError, RolloutError
+from verl.errors import ConfigError, DataError, RewardError, RolloutError
 from verl.report.metrics import Metric, add_metrics
 from verl.report.samples import kl_to_reference, retried_groups
 from verl.rewards.failures import Failures
+from verl.rewards.source import RewardSource, leaves
 from verl.roles.actor import Actor
 from verl.roles.critic import Critic
 from verl.roles.reward import Reward
@@ -37,7 +39,6 @@ from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams, as_sampling
 from verl.rollout.environments import as_environments, as_episode
 from verl.rollout.episode import Episode
-from verl.tasks.file import MAIN, check_reads, check_sources
 from verl.trainer.evaluation import Evaluation, evaluation_of
 from verl.trainer.options import LimitOptions
 from verl.trainer.runner import Run
@@ -45,6 +46,11 @@ from verl.trainer.step import draw
 from verl.workers.actor import load_episode
 
 logger = logging.getLogger(__name__)
+
+#: What a task is called where there is only one.
+MAIN = "main"
+#: Rows that `check_reads` looks at: a column that only later rows have is taken to be missing.
+_ROWS = 256
 
 
 class Samples(NamedTuple):
@@ -145,7 +151,12 @@ class Task:
             from verl.rewards.environments import with_episodes
 
             by_role["reward"] = with_episodes(by_role.get("reward"), self.episode)
-        check_sources(self.algorithm, {*by_role, *(written & {"reward", "cost"})})
+        roles, algorithm = {*by_role, *(written & {"reward", "cost"})}, self.algorithm
+        if extra := sorted(roles - algorithm.roles - algorithm.measures):
+            raise ConfigError(f"algorithm '{algorithm.name}' has no {extra[0]}: leave {extra[0]}=... out")
+        if algorithm.online and (lacking := {"reward", "cost"} & algorithm.roles - roles):
+            role = max(lacking)
+            raise ConfigError(f"algorithm '{algorithm.name}' needs a {role}: give the trainer {role}=...")
         #: Role, or name of a further node -> where its numbers come from.
         self.sources = {r: source if isinstance(source, Reward) else Reward(source) for r, source in by_role.items()}
         #: What is done with samples before any model reads them.
@@ -399,3 +410,20 @@ def _warn_of_masks(actor: Actor, sampling: SamplingParams, task: str) -> None:
             "gradient is biased by as much as the mask takes away",
             ", ".join(on),
         )
+
+
+def check_reads(data: Mapping[str, Batch], sources: Iterable[RewardSource], metrics: Iterable[Metric] = ()) -> None:
+    """Raises DataError if the rows of one of some data, by their names, lack what a reward or a metric reads, or have
+    a name in a column that none knows."""
+    asked: list[Any] = [part for source in sources for part in {id(p): p for p in (source, *leaves(source))}.values()]
+    asked += [metric.by_row for metric in metrics if metric.by_row is not None]
+    checks: list[Callable[..., None]] = [leaf.check_data for leaf in asked if hasattr(leaf, "check_data")]
+    for name, batch in data.items():
+        for check in (part.check_values for part in asked if hasattr(part, "check_values")):
+            check(name, batch)
+        rows = list(islice(batch.rows(), _ROWS))
+        for check in checks if rows else ():
+            try:
+                check(rows)
+            except RewardError as error:
+                raise DataError(f"{name}: {error}") from error

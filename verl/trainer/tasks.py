@@ -1,8 +1,9 @@
-"""The tasks of a trainer: made of its arguments, of a file, or of settings; the critics that they have; how much of
-each is sampled and learned; and their records as one."""
+"""The tasks of a trainer: made of its arguments, of a file, or of settings, and checked before a model is loaded; the
+critics that they have; how much of each is sampled and learned; and their records as one."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from verl._base.keywords import takes
 from verl._base.names import check_known
+from verl._host.user_functions import load_function
 from verl.algorithms import BaseAlgorithm, make_algorithm
 from verl.batch import Batch
 from verl.config import TaskConfig, load_tasks
@@ -23,11 +25,18 @@ from verl.report.metrics import add_metrics
 from verl.roles.critic import Critic, as_critic, critic_like
 from verl.roles.reward import Reward
 from verl.rollout.base import as_sampling
-from verl.tasks.file import check_heads, make_constraint
+from verl.rollout.constrained import ConstrainedEpisode
+from verl.rollout.grammar import Grammar
+from verl.rollout.guards import make_guard
 from verl.trainer.options import trainer_keywords
 from verl.trainer.task import Task
 
 logger = logging.getLogger(__name__)
+
+#: As the constructors of `Grammar` are called.
+_GRAMMARS = ("regex", "json_schema", "ebnf")
+#: Options of `constraint_config` that are the episode's.
+_OF_THE_EPISODE = ("max_resamples", "deadline")
 
 
 def critics_of(tasks: Sequence[Task], critic: Any) -> dict[str, Critic | None]:
@@ -71,6 +80,80 @@ def task_of(config: TaskConfig, *, load: bool = True) -> Task:
         )
     except ConfigError as error:
         raise ConfigError(f"task '{config.name}': {error}") from error
+
+
+def make_constraint(model: str | None, **config: Any) -> ConstrainedEpisode | None:
+    """The episode of a constraint.
+
+    Args:
+        model: "regex", "json_schema" or "ebnf", a grammar whose text or schema is the option `grammar`; a registered
+            guard, such as "fact_checker" (`GuardModel`); or FILE.py:NAME of `accept(text, row)`, plain or async, or of
+            a class whose objects are a `Guard` or such a function. None: no constraint.
+        **config: `max_resamples` and `deadline` of `ConstrainedEpisode`; the others are the grammar's or guard's.
+
+    Raises:
+        ConfigError: there is no such guard, or it does not take these options.
+    """
+    if model is None:
+        return None
+    limits = {name: config.pop(name) for name in _OF_THE_EPISODE if name in config}
+    if model in _GRAMMARS:
+        if config.keys() != {"grammar"}:
+            raise ConfigError(f"constraint '{model}' takes grammar, max_resamples and deadline, not {sorted(config)}")
+        return ConstrainedEpisode(grammar=getattr(Grammar, model)(config["grammar"]), **limits)
+    if ":" not in model:
+        check = make_guard(model, **config)
+    elif inspect.isclass(check := load_function(model)):
+        try:
+            check = check(**config)
+        except TypeError as error:
+            raise ConfigError(f"{model}: {error}") from error
+    elif config:
+        raise ConfigError(f"{model} is a function, which takes no options: not {sorted(config)}")
+    return ConstrainedEpisode(**({"guard": check} if hasattr(check, "every") else {"accept": check}), **limits)
+
+
+def check_heads(algorithms: Mapping[str, BaseAlgorithm]) -> None:
+    """Raises ConfigError if two tasks of one actor want another head on it."""
+    first, *others = algorithms
+    for name in others:
+        if (head := algorithms[name].head) != algorithms[first].head:
+            raise ConfigError(
+                f"task '{name}' trains a model with the head '{head}', task '{first}' one with "
+                f"'{algorithms[first].head}': they cannot share an actor"
+            )
+
+
+def check_permuted(algorithm: BaseAlgorithm) -> None:
+    """Raises ConfigError where shuffled rewards would be no control."""
+    if "reward" not in algorithm.roles:
+        raise ConfigError(f"algorithm '{algorithm.name}' has no rewards to permute: use a zero learning rate")
+    if (option := algorithm.own_rewards) is not None:
+        raise ConfigError(f"permuted rewards must teach nothing, but {option} rewards by itself: leave it out")
+
+
+def check_corrected(algorithm: BaseAlgorithm) -> None:
+    """Raises ConfigError for an algorithm that takes its samples to be of the present policy."""
+    if getattr(algorithm, "rollout_is", None) is None and getattr(algorithm, "rollout_rs", None) is None:
+        raise ConfigError(
+            f"algorithm '{algorithm.name}' does not correct for samples of an older policy: asynchronous "
+            "training needs rollout_is (or rollout_rs) of an online algorithm"
+        )
+
+
+def check_asynchronous(algorithm: BaseAlgorithm, engine: object, episode: object, tensor_parallel: int = 1) -> None:
+    """Raises ConfigError for what asynchronous training cannot do."""
+    check_corrected(algorithm)
+    if episode is not None or not isinstance(engine, str):
+        raise ConfigError(
+            "asynchronous training takes an engine by name or FILE.py:CLASS, and plays no episodes, agents or "
+            "environments: leave max_staleness out, or rollout.episode and rollout.environment"
+        )
+    if tensor_parallel > 1:
+        raise ConfigError(
+            "a standalone rollout worker has a whole model: leave rollout.tensor_model_parallel_size out, train "
+            "synchronously, or generate with vllm"
+        )
 
 
 def algorithm_beside(keywords: Iterable[str], algorithm: Any, options: Mapping[str, Any]) -> BaseAlgorithm:

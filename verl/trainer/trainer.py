@@ -41,7 +41,6 @@ from verl.roles.reward import Reward
 from verl.roles.updater import Updater
 from verl.rollout.base import SamplingParams
 from verl.rollout.options import Temperature
-from verl.tasks.file import check_permuted
 from verl.trainer.evaluation import Evaluation, HeldOut, Metrics, named_metrics, together
 from verl.trainer.guard import SafetyGuard
 from verl.trainer.loop import Loop, check_finite, skipped_roles
@@ -49,7 +48,7 @@ from verl.trainer.options import OTHERS, BufferOptions, CheckpointOptions, Limit
 from verl.trainer.runner import Run
 from verl.trainer.step import learn
 from verl.trainer.task import Samples, Task
-from verl.trainer.tasks import Mixture, critics_of, joined, tasks_of
+from verl.trainer.tasks import Mixture, check_permuted, critics_of, joined, tasks_of
 from verl.weights.layout import Mesh
 
 if TYPE_CHECKING:
