@@ -101,8 +101,8 @@ def sources_of(config: Config) -> dict[str, Reward]:
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(calls, name) for name in names}  # of costs, too
     options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
-    given = {role: section for role in ("reward", "cost") if (section := getattr(config, role)).is_given}
-    return {role: Reward(_source(section), load=False, **options) for role, section in given.items()}
+    sections = {role: section for role in ("reward", "cost") if (section := getattr(config, role)).is_given}
+    return {role: Reward(_source(section), load=False, **options) for role, section in sections.items()}
 
 
 def roles_of(config: Config, algorithms: Iterable[BaseAlgorithm]) -> set[str]:
