@@ -227,10 +227,10 @@ def test_file_that_a_process_of_another_machine_renews_is_held(
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_file_system_without_locks_has_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def lockf(*_: object) -> None:
+    def refused(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", lockf)
+    monkeypatch.setattr("verl._base.durable.fcntl.flock", refused)
     monkeypatch.setattr(run_lock, "LEASE", 0.5)
     monkeypatch.setattr(run_lock, "RENEWAL", 0.05)
     with open_run(tmp_path, "grpo-tiny-12ab") as run:

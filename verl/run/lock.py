@@ -1,6 +1,6 @@
 """The lock of a run: one process works on it at a time, and the lock ends with that process, on whatever host.
 
-The system's record lock on the file is the lock: it goes when its process goes, and a forked child does not have it. It
+The system's lock on the file is the lock: it goes when its process goes, and a forked child does not have it. It
 holds between hosts where the file system shares locks. Not all do, so the file is also a lease: it names the holder,
 who touches it every few seconds, and a process that finds there one of another machine looks first whether that still
 does.
@@ -8,7 +8,6 @@ does.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -18,11 +17,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl._base.durable import Process, boot_id, parse_json
+from verl._base.durable import Process, boot_id, lock_file, parse_json
 from verl.errors import ConfigError
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +43,17 @@ class RunLock:
         self._run, self._closed = run, threading.Event()
         self._own = _Holder(**asdict(Process.current()), boot=boot_id())
         self.path = run.with_name(f".{run.name}.lock")
-        self._file = self.path.open("a+", encoding="utf-8")
+        shared = sys.platform != "win32"
         try:
-            self._take()
+            file = lock_file(self.path)
+        except OSError as error:
+            logger.info("%s cannot be locked (%s): its holder is known by renewing it", self.path, error.strerror)
+            file, shared = self.path.open("ab"), False
+        if file is None:
+            raise self._held(self._holder())
+        self._file = file
+        try:
+            self._take(shared)
         except BaseException:
             self._file.close()
             raise
@@ -62,37 +66,22 @@ class RunLock:
                 self._file.truncate(0)
             self._file.close()
 
-    def _take(self) -> None:
-        shared = self._lock()
+    def _take(self, shared: bool) -> None:
         holder = self._holder()
         if holder is not None and holder != self._own:
-            # On one machine the record lock says it all.
+            # On one machine the lock says it all.
             gone = holder.ended or (shared and holder.boot == self._own.boot != "")
             if not gone and self._is_renewed(holder):
                 raise self._held(holder)
         self._file.truncate(0)
-        self._file.write(json.dumps(asdict(self._own)))
+        self._file.write(json.dumps(asdict(self._own)).encode())
         self._file.flush()
-
-    def _lock(self) -> bool:
-        """Take the record lock. False: the file system does not support it."""
-        if sys.platform == "win32":
-            return False
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise self._held(self._holder()) from None
-            logger.info("%s cannot be locked (%s): its holder is known by renewing it", self.path, error.strerror)
-            return False
-        return True
 
     def _is_renewed(self, holder: Process) -> bool:
         logger.warning(
             "process %d on %s worked on the run %s last: waiting %.0f s whether it still does",
             holder.pid, holder.host, self._run, LEASE,
         )  # fmt: skip
-        # Its time is asked by its path; opened again, closing it would end the record lock.
         first, until = self.path.stat().st_mtime_ns, time.monotonic() + LEASE
         while time.monotonic() < until:
             time.sleep(min(LEASE / 10, 1.0))
@@ -108,10 +97,9 @@ class RunLock:
                 logger.debug("%s was not renewed: %s", self.path, error)
 
     def _holder(self) -> _Holder | None:
-        self._file.seek(0)
         try:
-            return parse_json(self._file.read().encode(), _Holder)  # type: ignore[no-any-return]
-        except ValueError:
+            return parse_json(self.path.read_bytes(), _Holder)  # type: ignore[no-any-return]
+        except (OSError, ValueError):
             return None
 
     def _held(self, holder: Process | None) -> ConfigError:
