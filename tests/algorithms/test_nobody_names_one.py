@@ -17,7 +17,7 @@ OTHER_MEANING = {
     ("rewards/maths.py", "reward_model"),
     ("rewards/model.py", "reward_model"),
     ("report/completions.py", "reward_model"),
-    ("run/inputs.py", "reward_model"),
+    ("run/train.py", "reward_model"),
     ("run/data.py", "reward_model"),
     ("trainer/tasks.py", "reward_model"),
 }

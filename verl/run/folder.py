@@ -106,7 +106,7 @@ class Run(AbstractContextManager["Run"]):
         """Write digests of the user's files and of models' into `code.json`, with all edits since the run began.
 
         Args:
-            files: path -> SHA-256, see `verl.run.inputs`. Files that earlier attempts had besides are looked at, too.
+            files: path -> SHA-256, see `train.inputs_of`. Files that earlier attempts had besides are looked at, too.
             folders: every file in them counts, also one that is added or removed.
             accept_edits: go on with files that have changed.
 

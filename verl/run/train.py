@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 import verl
+from verl._base.durable import digest
 from verl._base.secrets import masked_settings
 from verl._host.device import default_kind
 from verl._host.log import setup_logging
 from verl._host.user_calls import Running
-from verl._host.user_functions import new_user_files
+from verl._host.user_functions import load_function, new_user_files, shown_path, user_files
 from verl.batch import Batch
 from verl.cluster.controller import Controller
 from verl.config import Config, config_hash, run_id, to_yaml
@@ -39,14 +41,16 @@ from verl.run import build
 from verl.run.check import Checked, check_settings
 from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
-from verl.run.inputs import inputs_of
 from verl.run.memory import check_memory
+from verl.run.planned import reward_models
 from verl.run.resolved import resolve
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
+#: Of a model's directory: what a model, a tokenizer and their own code are made from, and the weights.
+_SMALL, _WEIGHTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"), (".safetensors", ".bin")
 _COMPLETION_COLUMNS = ("id", "prompt", "response", "reward", "finish")
 
 
@@ -314,3 +318,56 @@ def _print_table(
     if page is not None:
         console.print(f"report: {page}", markup=False, highlight=False)
     console.print(f"the trained model: verl export {shlex.quote(str(run))} OUT", markup=False, highlight=False)
+
+
+def inputs_of(config: Config) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The user's code that is imported so far, and the files that the settings name or that commands of agents run.
+
+    Returns:
+        SHA-256 of files by path; and the folders of which every file counts, one that is added, too.
+
+    Raises:
+        ConfigError: one of `reward.files` is not there.
+    """
+    files, models = user_files(), dict(_models(config))
+    rollout = config.actor_rollout_ref.rollout
+    episode = None if rollout.episode is None else load_function(rollout.episode)
+    for path in map(Path, (*config.reward.files, *getattr(episode, "files", ()))):
+        if not path.is_file():
+            raise ConfigError(f"reward.files: there is no file '{path}' (working directory {Path.cwd()})")
+        files[shown_path(path.resolve())] = digest(path)
+    for name, is_scored in models.items():
+        folder = _folder(name)
+        endings = (*_SMALL, *(_WEIGHTS if is_scored else ()))
+        for file in sorted(folder.iterdir()) if folder is not None else ():
+            if file.suffix in endings and file.is_file():
+                files[f"{name}/{file.name}"] = digest(file)
+    return files, tuple(models)
+
+
+def _models(config: Config) -> Iterator[tuple[str, bool]]:
+    """Models and tokenizers by directory or hub name, and whether their weights are hashed: policies,
+    critics and references have theirs in checkpoints, or are compared with these."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    for name in (policy.model.path, policy.model.tokenizer, policy.ref.path, critic.model.path, critic.model.tokenizer):
+        if name is not None:
+            yield name, False
+    for _, part in reward_models(config):
+        yield str(part.model), True
+    for task in config.tasks:
+        if isinstance(task.reward_model, str) and Path(task.reward_model).is_dir():
+            yield task.reward_model, True
+
+
+def _folder(name: str) -> Path | None:
+    """The directory of a model's files: its own, or a hub model's in the cache."""
+    if os.path.isdir(path := os.path.expanduser(name)):
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # it is no name of a hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
