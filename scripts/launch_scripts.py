@@ -147,7 +147,7 @@ def check(launch: Launch, folder: Path) -> Outcome:
     """What `verl train ... --dry-run` says of it."""
     from verl.config import load_config
     from verl.errors import VerlError
-    from verl.run.check import check_settings
+    from verl.run.build import check_settings
 
     if own := next((name for name in _OWN_LOSS if f"{name}." in launch.module), None):
         return Outcome(

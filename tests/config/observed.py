@@ -39,8 +39,7 @@ from verl.roles.updater import Updater
 from verl.rollout.base import Request, SamplingParams, generate
 from verl.rollout.embedded.engine import EmbeddedEngine
 from verl.rollout.options import SamplerOptions
-from verl.run import build
-from verl.run.check import check_settings, sources_of
+from verl.run.build import build_actor, build_critic, check_settings, sources_of
 from verl.run.data import build_data
 from verl.run.train import train
 from verl.training.options import EngineOptions
@@ -180,7 +179,7 @@ def rows_of(config: Config) -> int:
 
 def samples(config: Config, number: int) -> Seen:
     """Two batches of samples of the actor."""
-    actor, prompts = build.build_actor(config, "lm", rows_of(config)), inputs.texts(number)
+    actor, prompts = build_actor(config, "lm", rows_of(config)), inputs.texts(number)
     batches = [
         actor.generate_sequences(prompts, n=config.actor_rollout_ref.rollout.n, key=f"{number}/{i}") for i in range(2)
     ]
@@ -195,10 +194,10 @@ def updates(config: Config, number: int) -> Seen:
     """Losses and gradient norms of three updates on the same samples, and the weights after them."""
     algorithm = make_algorithm(config.algorithm.name, **config.algorithm.options)
     batch = inputs.scored(number)
-    actor = build.build_actor(config, "lm", len(batch))
+    actor = build_actor(config, "lm", len(batch))
     roles: dict[str, Any] = {"actor": actor}
     if "critic" in algorithm.roles:
-        roles["critic"] = build.build_critic(config, len(batch))
+        roles["critic"] = build_critic(config, len(batch))
     updater = Updater(algorithm, **roles)
     metrics = [updater.update(batch) for _ in range(3)]
     weights = {f"{role}/{s.name}": s.tensor.detach().clone() for role, of in roles.items() for s in of.shards()}
@@ -263,7 +262,7 @@ def learned(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def data(config: Config, number: int) -> Seen:
     """The first batches of training; the rows are those of the files that the settings name."""
     checked = check_settings(config)
-    actor = build.build_actor(config, checked.tasks[0].algorithm.head, checked.rows)
+    actor = build_actor(config, checked.tasks[0].algorithm.head, checked.rows)
     train, *_ = build_data(config, actor, checked.data)
     batches = [batch.drop([n for n in batch.columns if n not in ("id", "prompt_tokens", "response_tokens")])
                for batch in itertools.islice(train, 6)]  # fmt: skip

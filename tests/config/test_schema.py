@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from verl.config import Config, build_config, commented_yaml, config_hash, describe, load_config, markdown, run_id
 from verl.errors import ConfigError
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 
 MODEL = {"actor_rollout_ref": {"model": {"path": "models/tiny"}}}
 

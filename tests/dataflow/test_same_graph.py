@@ -13,8 +13,7 @@ from tests.trainer.cases import SHORT, low_bytes
 from verl.config import load_config
 from verl.dataflow import advantages, experience, prompts, responses, updates
 from verl.dataflow.graph import Graph
-from verl.run import build
-from verl.run.check import check_settings
+from verl.run.build import build_actor, build_trainer, check_settings
 
 ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {"kl_in": "loss"}, "ppo": {"kl_in": "reward"}, "remax": {}}
 
@@ -57,8 +56,8 @@ def settings(path: Path, name: str, folder: Path) -> Any:
 def from_yaml(config: Any) -> Graph:
     """As `verl train` builds it."""
     checked = check_settings(config)
-    actor = build.build_actor(config, "lm", checked.rows)
-    return build.build_trainer(config, checked.tasks, actor, checked.rows).graph
+    actor = build_actor(config, "lm", checked.rows)
+    return build_trainer(config, checked.tasks, actor, checked.rows).graph
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -15,7 +15,7 @@ from verl.config import load_config
 from verl.errors import ConfigError, ModelError, RolloutError
 from verl.rollout.gateway.gateway import Gateway
 from verl.rollout.turns import Turns
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.train import train
 
 pytest.importorskip("aiohttp")

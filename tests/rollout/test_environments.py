@@ -24,7 +24,7 @@ from verl.rollout.environments import EnvironmentEpisode, as_environments
 from verl.rollout.episode import run_episodes
 from verl.rollout.gateway.template import ChatTemplate
 from verl.rollout.turns import Outcome
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.trl import GRPOConfig, GRPOTrainer
 
 END = "<|end|>"

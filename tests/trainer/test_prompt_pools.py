@@ -21,7 +21,7 @@ from verl.data.prompts import load_prompts
 from verl.data.task_loader import TaskLoader
 from verl.errors import ConfigError, DataError
 from verl.report.reading import curves_in, read_rows
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.train import train
 
 POOLS = {"solved": 0.05, "failed": 0.5, "decay": 0.5}

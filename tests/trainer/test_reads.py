@@ -10,7 +10,7 @@ import pytest
 import verl
 from verl.config import build_config
 from verl.errors import ConfigError, DataError, RewardError
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 
 ROWS = [{"prompt": f"1+{i}", "answer": str(1 + i), "level": i} for i in range(3)]
 CODE = """

@@ -31,7 +31,7 @@ from verl.checkpoint.store import load_checkpoint
 from verl.checkpoint.verify import verify
 from verl.config import build_config
 from verl.errors import ConfigError, DataError, RewardError
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.train import train
 
 PPO = {"algorithm.name": "ppo", "actor_rollout_ref.rollout.n": 2, "actor_rollout_ref.actor.mini_batch_size": 2}

@@ -17,7 +17,7 @@ from tests.trainer.runs import (
 from verl._host import user_functions as loading
 from verl.config import build_config
 from verl.errors import CheckpointError, ConfigError, DataError, ModelError, RewardError
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.train import train
 
 HERE = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import pytest
 from tests.trainer.runs import assert_same_run, count_lines, evals, rows, run_dir, run_process, settings
 from verl.config import build_config
 from verl.errors import ConfigError, DataError
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.train import train
 
 SHORT = {"max_new_tokens": 6}

@@ -156,7 +156,7 @@ def train(
 
 def _dry_run(config: Config, device: str | None) -> None:
     from verl.config import differences, to_yaml
-    from verl.run.check import check_settings
+    from verl.run.build import check_settings
     from verl.run.data import in_steps
 
     checked = check_settings(config)

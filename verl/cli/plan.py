@@ -86,7 +86,7 @@ def plan_placement(
     """
     from verl.algorithms import make_algorithm
     from verl.planner import picture as show
-    from verl.run.check import roles_of
+    from verl.run.build import roles_of
     from verl.run.planned import pasted, problem_of
 
     if config.tasks:

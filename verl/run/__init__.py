@@ -1,5 +1,5 @@
 """`verl train`: settings to objects, run directory, resume, export; `verl eval`.
 
-Reading order: `train`, `check`, `data`, `build`, `planned`, `memory`, `folder`, `lock`,
+Reading order: `train`, `build`, `data`, `planned`, `memory`, `folder`, `lock`,
 `resolved`, `export`, `evaluate`, `agent`.
 """

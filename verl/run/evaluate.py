@@ -19,8 +19,7 @@ from verl.config import Config
 from verl.data.prompts import PromptDataset
 from verl.dataflow.graph import Node
 from verl.errors import ConfigError
-from verl.run import build
-from verl.run.check import rewarding_episode, sources_of
+from verl.run.build import build_actor, rewarding_episode, sources_of
 from verl.run.data import prompts_of
 from verl.run.export import export
 from verl.trainer.evaluation import Evaluation, Interval, accuracy, binomial_interval, paired_bootstrap
@@ -90,7 +89,7 @@ def _evaluate(
     task.nodes = [*task.nodes, _progress(model, len(problems) * settings.eval_n, tell)]
     with _as_model(model) as path:
         policy = policy.replace(model=policy.model.replace(path=path))
-        actor = build.build_actor(config.replace(actor_rollout_ref=policy), "lm", 1)
+        actor = build_actor(config.replace(actor_rollout_ref=policy), "lm", 1)
         trainer = Trainer(actor, tasks=[task], log_dir=False)
         try:
             return trainer.evaluate(problems, {"accuracy": accuracy}, **sampling)

@@ -18,7 +18,7 @@ from verl.planner.hardware import Cluster
 from verl.planner.memory import RESERVE, Strategy, Usage, ddp, estimate, fsdp
 from verl.roles.actor import Actor
 from verl.rollout.choice import planned_engine
-from verl.run.check import roles_of
+from verl.run.build import roles_of
 from verl.run.planned import model_sizes
 from verl.training.options import OptimConfig, TrainOptions, layout_of
 from verl.weights.layout import Layout

@@ -37,8 +37,7 @@ from verl.report.completions import save_table
 from verl.report.page import REFRESH_SECONDS, SHARES, scale, value_text, write_report
 from verl.report.reading import read_rows
 from verl.report.sinks import open_logger
-from verl.run import build
-from verl.run.check import Checked, check_settings
+from verl.run.build import Checked, build_actor, build_trainer, check_settings, placed_roles
 from verl.run.data import build_data, in_steps
 from verl.run.folder import Run, open_run
 from verl.run.memory import check_memory
@@ -144,7 +143,7 @@ def _open_trainer(
     algorithms = [task.algorithm for task in tasks]
     # The identity is of the settings as written; "auto" may come out differently on another machine.
     config = resolve(config, run.path)
-    actor = build.build_actor(config, algorithms[0].head, rows, controller)
+    actor = build_actor(config, algorithms[0].head, rows, controller)
     check_memory(config, algorithms, actor)
     prompts, held_out, notes = build_data(config, actor, checked.data, epochs)
     if epochs is not None:
@@ -154,7 +153,7 @@ def _open_trainer(
         logger.warning("%s", note)
     if settings.total_steps == 0:
         logger.warning("trainer.total_steps is 0: this run evaluates and trains nothing")
-    trainer = build.build_trainer(
+    trainer = build_trainer(
         config,
         tasks,
         actor,
@@ -171,7 +170,7 @@ def _open_trainer(
         config = resolve(config, run.path, actor)
     if not controller.is_local:
         sources = {role for task in trainer.tasks.values() for role in task.sources}
-        roles = [*build.placed_roles(config, algorithms), *sorted(sources & controller.mesh.pools.keys())]
+        roles = [*placed_roles(config, algorithms), *sorted(sources & controller.mesh.pools.keys())]
         logger.info("%d ranks:\n%s", len(controller.mesh.devices), controller.mesh.picture(roles))
     step = None
     if run.status == "resumed":

@@ -18,7 +18,7 @@ from verl.config import Config, load_config, run_id, to_yaml
 from verl.errors import ConfigError, VerlError
 from verl.report.compare import short_names, write_comparison
 from verl.report.reading import curves_in, read_rows
-from verl.run.check import check_settings
+from verl.run.build import check_settings
 from verl.run.folder import is_finished
 from verl.tune.space import combinations, ends
 from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
