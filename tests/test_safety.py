@@ -52,13 +52,11 @@ ALLOWED = {
     ("rollout/gateway/server.py", "start", "create_server"): "agents, on loopback, while they run, each with a key",
     ("rollout/gateway/server.py", "serving", "create_server"): "the same, on the socket of a sandbox's own network",
     ("rollout/environments.py", "as_episode", "bind"): "the arguments of a signature",
-    ("rollout/tools.py", "call", "bind"): "the arguments of a signature",
     ("trainer/trainer.py", "_make_tasks", "bind"): "a task to its actor",
     ("sandbox/run_tests.py", "run_program", "builtins.exec"): "a program, in a process of the sandbox",
     ("sandbox/run_tests.py", "units", "builtins.exec"): "its tests, in a process of a sandbox",
     ("sandbox/run_tests.py", "fault_of", "builtins.exec"): "what they import, as above",
     ("sandbox/run_tests.py", "__missing__", "builtins.eval"): "the name of what they are of, as above",
-    ("sandbox/run_tests.py", "main", "builtins.exec"): "our stand-in for pytest, as above",
     ("sandbox/jail.py", "open_network", "create_server"): "that socket, in a network that has the sandbox alone",
     ("sandbox/jail.py", "run", "builtins.exec"): "a program, in a process of the sandbox",
 }

@@ -143,12 +143,13 @@ def test_numbers_that_are_not_finite_are_damage(
     text = (directory / "step-000002" / "trainer.json").read_text()
     for key in ("kl_coef", "mean"):
         value = json.loads(text)["tasks"]["main"]["algorithm" if key == "kl_coef" else "sources"]
-        value = value[key] if key == "kl_coef" else value["reward"][key]
+        value = value[key] if key == "kl_coef" else value["reward"]["reward"][key]
         assert text.count(f'"{key}": {json.dumps(value)}') == 1
         forged = text.replace(f'"{key}": {json.dumps(value)}', f'"{key}": {number}')
         reforge(directory / "step-000002", "trainer.json", forged.encode())
         assert found(trainer, directory).step == 1
-        assert f"{key}: Value error" in caplog.text and "is not a finite number" in caplog.text
+        where = f"{key}: Value error," if key == "kl_coef" else f"Value error, {key}"
+        assert where in caplog.text and "is not a finite number" in caplog.text
 
 
 def test_steps_that_disagree_are_damage(saved: tuple[verl.Trainer, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -408,8 +409,8 @@ def test_a_reward_that_keeps_no_number_is_damage(saved: tuple[verl.Trainer, Path
     trainer, directory = saved
     content = json.loads((directory / "step-000002" / "trainer.json").read_text())
     for mean in ("high", [], {}, [0.5]):
-        task = {**content["tasks"]["main"], "sources": {"reward": {"mean": mean}}}
+        task = {**content["tasks"]["main"], "sources": {"reward": {"reward": {"mean": mean}}}}
         forged = {**content, "tasks": {"main": task}}
         reforge(directory / "step-000002", "trainer.json", json.dumps(forged).encode())
         assert found(trainer, directory).step == 1
-        assert trainer.sources["reward"].state_dict()["mean"] is not None
+        assert trainer.sources["reward"].state_dict()["reward"]["mean"] is not None

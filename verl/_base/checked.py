@@ -35,7 +35,7 @@ def checked(function: CallableT, types: bool = True) -> CallableT:
     is wanted, or a mapping where a record is, is turned into one.
 
     Args:
-        types: False: of keywords only the names are looked at, for what is called too often.
+        types: False: only the names of keywords are checked, for functions that are called too often.
 
     Raises:
         SettingsError: (a `ConfigError`) on the call, naming every wrong argument.

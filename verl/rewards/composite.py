@@ -128,7 +128,7 @@ class Smoothed:
         return {"mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mean = state["mean"]
+        self.mean = None if state["mean"] is None else float(state["mean"])
 
 
 def _part(part: Any, make: Callable[..., RewardSource], options: dict[str, Any]) -> tuple[RewardSource, float]:

@@ -28,7 +28,7 @@ PARALLEL = {"data": "", "tensor": "tp", "pipeline": "pp", "sequence": "sp", "exp
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides which layouts are possible; a count of 0, or no kind, is unknown and not checked.
+    """The sizes of a model that layouts depend on; a count of 0, or no kind, is unknown and not checked.
 
     Attributes:
         kind: `model_type` of transformers.
@@ -286,7 +286,7 @@ _MEGATRON_KINDS = ("llama", "qwen2", "qwen3")
 
 
 def _not_megatron(text: Any) -> str:
-    """What of a configuration of transformers Megatron-LM's layers do not compute."""
+    """The settings of a transformers configuration that Megatron-LM's layers do not compute."""
     if text.model_type not in _MEGATRON_KINDS:
         return f"model of kind '{text.model_type}', only {', '.join(_MEGATRON_KINDS)}"
     for name in ("attention_bias", "mlp_bias"):

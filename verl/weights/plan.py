@@ -1,6 +1,6 @@
-"""What has to move so that weights in one layout are there in another: computed, not measured, without a process group.
+"""The transfers that turn weights in one layout into another: computed, not measured, without a process group.
 
-All ranks compute the same plan. What a rank holds and another lacks travels once; what it has itself it never receives.
+All ranks compute the same plan. A slice that another rank lacks travels once; a rank never receives what it has.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def transition(
     Args:
         specs: the weights as the source cuts them, in the order in which they are wanted.
         sharded_dims: how the target cuts each; None: as the source does, along the dimensions that the target has.
-        bucket_bytes: at most so many of a rank's part in the target move together, if a row has no more.
+        bucket_bytes: most bytes of a rank's part in the target that move together, if a row has no more.
 
     Raises:
         ConfigError: a cut is along a dimension that its mesh lacks, or stages cannot be joined.

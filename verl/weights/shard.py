@@ -125,7 +125,7 @@ class WeightSpec:
 
 
 class Stream(Iterable[Shard]):
-    """Shards that are made as they are drawn, anew each time.
+    """Shards that are made when they are iterated over, each time again.
 
     Args:
         begin: begins the stream.
@@ -183,7 +183,7 @@ def split_large(shards: Iterable[Shard]) -> Iterator[Shard]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor this rank holds, on the same memory. The tensor itself, where it is not cut."""
+    """The part of a tensor that this rank holds, on the same memory. The tensor itself, where it is not cut."""
     cut: Any = tensor
     return cut.to_local() if hasattr(tensor, "placements") else tensor
 

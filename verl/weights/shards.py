@@ -293,7 +293,7 @@ def sample(model: Any, device: torch.device | str = "cpu", layers: int = 1) -> A
 
 
 def stacks_of(model: nn.Module, layers: int) -> list[nn.ModuleList]:
-    """The lists of modules that may be the layers of a model: those that have so many."""
+    """The lists of modules that may be the layers of a model: as long as it has layers."""
     return [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
 
 

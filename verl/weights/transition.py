@@ -50,7 +50,7 @@ class Transfer:
 
     Attributes:
         received, sent: bytes to and from other ranks.
-        staged: at most so many bytes of messages were beside the weights.
+        staged: the most bytes that messages took at a time.
     """
 
     def __init__(
