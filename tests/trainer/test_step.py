@@ -48,15 +48,16 @@ def test_a_step_is_read_on_two_screens() -> None:
 
 def test_a_trainer_steps_through_them(tiny: Path, calls: list[str]) -> None:
     trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), reward_fn=low_bytes, n=2, log_dir=False)
-    for _ in range(2):
-        trainer.step(PROMPTS)
+    records = [trainer.step(PROMPTS) for _ in range(2)]
     assert calls == ["draw", "learn 1"] * 2
+    assert {type(value) for record in records for value in record.values()} <= {float, int, bool, str}
 
 
 def test_several_tasks_step_through_them(tiny: Path, calls: list[str]) -> None:
     tasks = [Task(name, "grpo", {"reward": low_bytes}, n=2) for name in ("a", "b")]
     trainer = verl.Trainer(verl.Actor(str(tiny), sampling=SHORT), tasks=tasks, log_dir=False)
-    trainer.step({"a": PROMPTS, "b": PROMPTS})
+    record = trainer.step({"a": PROMPTS, "b": PROMPTS})
+    assert {type(value) for value in record.values()} <= {float, int, bool, str}
     assert calls == ["draw", "draw", "learn 2"], "each task draws its samples; one update is of both"
 
 

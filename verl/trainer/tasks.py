@@ -318,7 +318,10 @@ def joined(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     Args:
         records: by the prefix of the task's metrics; empty for a task alone.
     """
-    record = {f"{begin}{key}": value for begin, of_task in records.items() for key, value in of_task.items()}
+    record: dict[str, Any] = {}
+    for begin, of_task in records.items():
+        for key, value in of_task.items():  # plain numbers, which anyone can load again
+            record[f"{begin}{key}"] = value * 1 if isinstance(value, Mean | Count | Seconds) else value
     for key in dict.fromkeys(key for of_task in records.values() for key in of_task):
         values = [of_task[key] for of_task in records.values() if key in of_task]
         if isinstance(values[0], Count | Seconds):
