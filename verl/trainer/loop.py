@@ -272,7 +272,7 @@ class Loop:
                 nodes = [output_node(output, self.actor) for output in (policy, reference(self.actor))]
                 graph = Graph(nodes, evaluation.samples.columns)
                 samples = run_sync(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
-                measured["kl/eval"] = kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0)
+                measured["kl/eval"] = float(kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0))
             result = held_out.note(self.steps, evaluation)
         metrics = {f"eval/{name}": value for name, value in result["metrics"].items()} | measured
         self.logger.log(self.steps, {**metrics, "time/evaluation": time.perf_counter() - began})
