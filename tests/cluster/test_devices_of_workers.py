@@ -37,7 +37,9 @@ def test_workers_have_devices_of_their_own() -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four, none of which holds anything."""
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(device, "_claimed", set())
+    nothing = set[str]()
+    monkeypatch.setattr(device, "claimed", nothing)
+    monkeypatch.setattr("verl.cluster.controller.claimed", nothing)
     monkeypatch.setattr(device, "initialize", lambda: None)
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", staticmethod(lambda: 4))
     monkeypatch.delenv(NAME, raising=False)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from verl._host.ranks import is_driver, rank_here, torchrun_ranks
+from verl._host.ranks import rank_here, torchrun_ranks
 from verl.cluster.torchrun import meeting
 from verl.cluster.torchrun.meeting import meet
 from verl.errors import ClusterError, ConfigError
@@ -87,4 +87,4 @@ def test_left_over_variables_are_refused(
 def test_a_rank_without_a_world_is_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert is_driver() and torchrun_ranks() == 1
+    assert rank_here() == 0 and torchrun_ranks() == 1

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_claimed: set[tuple[str, int]] = set()
+#: Devices that this process, or another rank of its job on this machine, uses, now or later.
+claimed: set[str] = set()
 #: Graphs of a device are replayed one at a time and share their memory.
 _graph_pools: dict[str, Any] = {}
 
@@ -65,17 +66,12 @@ def device_name(device: str) -> str:
     return device if not is_accelerator(device) or read is None else str(read(device))
 
 
-def claim(device: str) -> None:
-    """Note that this process, or another rank of its job on this machine, uses a device, now or later."""
-    kind, _, index = device.partition(":")
-    _claimed.add((kind, int(index or 0)))
-
-
-def claimed() -> set[int]:
+def in_use() -> set[int]:
     """Numbers of the accelerators that are claimed, or hold tensors of this process."""
     kind = accelerator()
     holding = {i for i in range(count(kind)) if _accelerators().memory_reserved(f"{kind}:{i}")} if kind else set()
-    return holding | {index for claimed_kind, index in _claimed if claimed_kind == kind}
+    names = (name.partition(":") for name in claimed)
+    return holding | {int(index or 0) for claimed_kind, _, index in names if claimed_kind == kind}
 
 
 def is_here(device: str) -> bool:
@@ -107,20 +103,8 @@ def initialize() -> None:
         _module(kind).init()
 
 
-def rng_states() -> dict[str, torch.Tensor]:
-    """States of the accelerators' random generators, by device ("cuda:0"); "mps" has one generator."""
-    return {name: get() for name, (get, _) in _generators().items()}
-
-
-def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators of this process's devices; other states are ignored."""
-    for name, (_, put) in _generators().items():
-        if name in states:
-            put(states[name].clone())
-
-
-def _generators() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]:
-    """How the state of each device's generator is read and set."""
+def generators() -> dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]]:
+    """How the state of each accelerator's random generator is read and set, by device ("cuda:0"); "mps" has one."""
     if (kind := accelerator()) is None or not hasattr(module := _module(kind), "get_rng_state"):
         return {}
     if kind == "mps":
@@ -295,17 +279,10 @@ def limit_library_memory() -> None:
     """
     for name in _PRODUCT_CACHES:
         os.environ.setdefault(name, "128")
-    _glibc("mallopt", -8, 1)  # M_ARENA_MAX
+    glibc("mallopt", -8, 1)  # M_ARENA_MAX
 
 
-def return_free_memory() -> None:
-    """Give the free pages of glibc's heap back to the system. Called after every update, whose tensors have sizes of
-    their own: freed memory in pieces between others would let the heap grow for dozens of steps.
-    """
-    _glibc("malloc_trim", 0)
-
-
-def _glibc(name: str, *arguments: int) -> None:
+def glibc(name: str, *arguments: int) -> None:
     """Call a function of glibc, where the system has that library."""
     if sys.platform.startswith("linux") and (function := getattr(ctypes.CDLL(None), name, None)):
         function(*arguments)

@@ -260,13 +260,11 @@ class ServerPool:
         """The server of the key, or the next one if that failed or is far busier; without a key the least busy."""
         idlest = min(server.running for server in self.servers)
         home = hash(key) if key is not None else self.servers.index(min(self.servers, key=lambda s: s.running))
-
-        def cost(number: int) -> tuple[Any, ...]:
-            server = self.servers[number]
-            excess = max(0, server.running - idlest - _STICKY_SLACK)
-            return server in faults, time.monotonic() < server.paused_until, excess, (number - home) % len(self.servers)
-
-        return self.servers[min(range(len(self.servers)), key=cost)]
+        home, now = home % len(self.servers), time.monotonic()
+        return min(  # of equal ones the first from the key's own on
+            self.servers[home:] + self.servers[:home],
+            key=lambda s: (s in faults, now < s.paused_until, max(0, s.running - idlest - _STICKY_SLACK)),
+        )
 
 
 def _server(url: SplitResult, path: str, kind: str) -> Server:

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl._base.durable import LineFile
 from verl._base.names import check_known
 from verl._base.visible import visible
-from verl._host.ranks import is_driver, torchrun_ranks, who
+from verl._host.ranks import rank_here, torchrun_ranks, who
 from verl._host.user_code import DETAIL
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -31,7 +31,7 @@ def setup_logging(log_file: str | Path | None = None) -> None:
         root.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    handlers[0].setLevel(level if is_driver() else "ERROR")
+    handlers[0].setLevel("ERROR" if rank_here() > 0 else level)
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFile(Path(log_file)))

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from verl.errors import ConfigError
@@ -19,31 +20,21 @@ from verl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def torchrun_ranks() -> int:
-    """Ranks of the torchrun job that this process belongs to; 1 outside of one."""
-    return _number("WORLD_SIZE", 1) if "RANK" in os.environ else 1
-
-
-def rank_here() -> int:
-    """The rank of this process in its job; 0 outside of one."""
-    return _number("RANK", 0) if torchrun_ranks() > 1 else 0
-
-
-def local_ranks() -> int:
-    """Ranks of the job on this machine, which share its memory."""
-    return _number("LOCAL_WORLD_SIZE", 1) if torchrun_ranks() > 1 else 1
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+def _number(name: str, outside: int) -> int:
+    """What torchrun tells the ranks of a job; `outside` of a job of several."""
+    is_job = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    text = os.environ.get(name, str(outside)) if is_job else str(outside)
     if not text.isdecimal():
         raise ConfigError(f"the environment has {name}='{text}', which is no number: start with torchrun, or unset it")
     return int(text)
 
 
-def is_driver() -> bool:
-    """Whether this process runs the script after the first call: rank 0 of a torchrun job, or the only process."""
-    return rank_here() == 0
+#: Ranks of the torchrun job that this process belongs to; 1 outside of one.
+torchrun_ranks = partial(_number, "WORLD_SIZE", 1)
+#: The rank of this process in its job; 0 outside of one. Rank 0 alone runs the script after the first call.
+rank_here = partial(_number, "RANK", 0)
+#: Ranks of the job on this machine, which share its memory.
+local_ranks = partial(_number, "LOCAL_WORLD_SIZE", 1)
 
 
 def who() -> str:
@@ -65,7 +56,7 @@ class Registry:
         """Register what a handle was given; what is None, or known already, is left out."""
         if torchrun_ranks() == 1 or self.is_closed:
             return
-        if not self.objects and not is_driver():
+        if not self.objects and rank_here() > 0:
             sys.stdout = _ToLog()
         for name, value in objects.items():
             if value is not None and id(value) not in self.numbers:
@@ -77,9 +68,8 @@ class Registry:
 class _ToLog(io.TextIOBase):
     """The standard output of a rank that is not the driver: its lines go to the log of that rank."""
 
-    def __init__(self) -> None:
-        self._line = ""
-        self._is_writing = False
+    _line = ""
+    _is_writing = False
 
     def write(self, text: str) -> int:
         if not self._is_writing:  # a log handler may itself write here

@@ -231,7 +231,7 @@ def _devices_of_workers() -> Iterator[None]:
     visible = manager.get_current_process_visible_accelerator_ids()
     if visible is None:
         visible = [str(index) for index in range(manager.get_current_node_num_accelerators())]
-    used = device.claimed()
+    used = device.in_use()
     others = [number for index, number in enumerate(visible) if index not in used]
     if len(others) == len(visible):
         yield

@@ -232,8 +232,8 @@ class Running(Future[T]):
     ) -> None:
         super().__init__()
         self.seconds, self.until, self.is_left = seconds, time.monotonic() + seconds, False
-        self._thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(function, args), name=name, daemon=True)
+        self.thread.start()
 
     def _run(self, function: Callable[..., T], args: tuple[Any, ...]) -> None:
         try:
@@ -245,14 +245,11 @@ class Running(Future[T]):
         """Its result. Raises LateError at its deadline; its own error, and a KeyboardInterrupt that it raised."""
         concurrent.futures.wait([self], max(0.0, self.until - time.monotonic()))
         if not self.done():
-            raise self.late()
+            self.is_left = True
+            raise LateError(self.seconds, self.thread)
         if isinstance(cause := getattr(self.exception(), "__cause__", None), KeyboardInterrupt):
             raise cause from None
         return self.result()
-
-    def late(self) -> LateError:
-        self.is_left = True
-        return LateError(self.seconds, self._thread)
 
 
 class UserCode:
@@ -285,7 +282,7 @@ class UserCode:
         finally:
             running.is_left = not done.done()
         if running.is_left:
-            raise running.late()
+            raise LateError(seconds, running.thread)
         if inspect.isawaitable(result := done.result()):  # of a plain function around an async one
             return await self._await(seconds, lambda: awaited(result))
         return result

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from verl._base.durable import digest as file_digest
+from verl._base.durable import digest
 from verl._host.user_code import NOT_THE_USERS, describe
 from verl.errors import ConfigError, RewardError, nearest
 
@@ -35,11 +35,6 @@ def split_spec(spec: str) -> tuple[Path, str]:
     return Path(path), name
 
 
-def digest(spec: str) -> str:
-    """SHA-256 of the file of "file.py:function"."""
-    return file_digest(split_spec(spec)[0])
-
-
 def user_files() -> dict[str, str]:
     """SHA-256 of the files of users' code, by path (relative, below the working folder): all modules that are neither
     installed nor the standard library's, here and in processes that rewards run in (`elsewhere`); those that settings
@@ -53,7 +48,7 @@ def user_files() -> dict[str, str]:
     others = (module for name, module in modules.items() if name.partition(".")[0] not in installed)
     names = {name for module in others if isinstance(name := getattr(module, "__file__", None), str)}
     paths = {Path(name).resolve() for name in names if name.endswith((".py", ".so")) and not _is_installed_file(name)}
-    digests = {shown_path(path): file_digest(path) for path in paths - _imported.keys() if path.is_file()}
+    digests = {shown_path(path): digest(path) for path in paths - _imported.keys() if path.is_file()}
     return elsewhere | digests | {shown_path(path): sha for path, sha in _imported.items()}
 
 
@@ -110,7 +105,7 @@ def _import(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file")
-    _imported[path] = digest(str(path))
+    _imported[path] = digest(path)
     module = importlib.util.module_from_spec(spec)
     user_modules[name] = sys.modules[name] = module
     try:

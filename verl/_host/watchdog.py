@@ -116,7 +116,8 @@ class Watchdog:
         lines = stack[1].splitlines() if stack else []
         users = re.compile(r'  File "(?!' + "|".join(map(re.escape, self.folders)) + r')(.*)", line (\d+) in (.*)')
         where = next((f" at {m[1]} line {m[2]}, in {m[3]}," for m in map(users.match, lines) if m), "")
-        _say(f"{call[3]}{where} {why}: process {self.pid} is ended. {_HINT}\n" + "\n".join(lines[:20]))
+        said = f"verl: {call[3]}{where} {why}: process {self.pid} is ended. {_HINT}\n" + "\n".join(lines[:20])
+        os.write(2, f"{said}\n".encode())
         os.kill(self.pid, signal.SIGKILL)
         os._exit(0)
 
@@ -125,8 +126,8 @@ class Watchdog:
         calls = [call for call in self.calls() if call[0] > time.monotonic()] or self.calls()
         if calls and not HEAD.unpack_from(self.table)[1]:
             names = ", ".join(dict.fromkeys(call[3] for call in calls[:3]))
-            _say(f"process {self.pid} ended while it ran {names}: that code ended it (os._exit, a crash, too much "
-                 f"memory), or it was killed. {_HINT}")  # fmt: skip
+            why = "that code ended it (os._exit, a crash, too much memory), or it was killed"
+            os.write(2, f"verl: process {self.pid} ended while it ran {names}: {why}. {_HINT}\n".encode())
 
 
 def _stat(path: str) -> list[str]:
@@ -134,10 +135,6 @@ def _stat(path: str) -> list[str]:
     with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
     return [""]
-
-
-def _say(text: str) -> None:
-    os.write(2, f"verl: {text}\n".encode())
 
 
 if __name__ == "__main__":

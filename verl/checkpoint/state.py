@@ -384,7 +384,7 @@ def rng_state() -> tuple[dict[str, Tensor], RandomState]:
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-        **device.rng_states(),
+        **{name: get() for name, (get, _) in device.generators().items()},
     }
     return tensors, RandomState(python=(version, gauss), numpy=(str(kind), int(pos), int(has_gauss), float(cached)))
 
@@ -401,6 +401,8 @@ def set_rng_state(tensors: Mapping[str, Tensor], meta: RandomState) -> None:
         kind, pos, has_gauss, cached = meta.numpy
         np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), pos, has_gauss, cached))
         torch.set_rng_state(tensors["torch"].clone())
-        device.set_rng_states(tensors)
+        for name, (_, put) in device.generators().items():
+            if name in tensors:
+                put(tensors[name].clone())
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the state of the random generators cannot be restored: {error}") from error

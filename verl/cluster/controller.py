@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from verl._base.checked import checked, hinted
 from verl._base.combinations import MAKE, check
 from verl._base.record import Seconds
-from verl._host.device import claim, count
+from verl._host.device import claimed, count
 from verl._host.ranks import local_ranks, torchrun_ranks
 from verl.cluster.group import RankGroup
 from verl.cluster.placement import DeviceMesh, ResourcePool
@@ -61,7 +61,7 @@ class Controller:
                     raise ConfigError(f"placement: {what}, which takes Ray, not torchrun")
             self.mesh.check({first.kind: ranks}, f"this torchrun job of {ranks} ranks")
             for index in range(local_ranks()):
-                claim(f"{first.kind}:{index}")
+                claimed.add(f"{first.kind}:{index}")
             job = this_job()
             if not job.has_started:  # until then the latest settings count
                 job.kind, job.timeout = first.kind, job.timeout if timeout is None else timeout
@@ -126,7 +126,7 @@ class Controller:
                 splits = 1 if generates is None else generates.layout.tp
                 rehearse(model, options, trains.layout, splits=splits, rollout=generation)
         if self.is_local:
-            claim(self.device)
+            claimed.add(self.device)
         return RankGroup(meshes, recipe, Transport(self.device) if self.is_local else self.transport)
 
     def meshes(self, role: str, options: TrainOptions = _PLAIN, generation_tp: int = 1) -> dict[str, Mesh]:

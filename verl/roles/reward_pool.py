@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from verl._base.checked import checked
+from verl._base.durable import digest
 from verl._base.record import Processes
 from verl._host.ray_session import START_DEADLINE, import_ray
-from verl._host.user_functions import digest, split_spec, user_modules
+from verl._host.user_functions import split_spec, user_modules
 from verl.cluster.ray.pool import Pool, Worker, kill
 from verl.errors import ClusterError, ConfigError, RewardError
 from verl.rewards.calls import Slots
@@ -246,7 +247,7 @@ def _by_value(source: Callable[..., Any] | str, name: str) -> tuple[bytes, str, 
     cloudpickle = import_ray().cloudpickle
     if isinstance(source, str):
         path, function = split_spec(source)
-        return b"", f"{Path(path).resolve()}:{function}", digest(source)
+        return b"", f"{Path(path).resolve()}:{function}", digest(path)
     for module in (module for name, module in user_modules.items() if sys.modules.get(name) is module):
         cloudpickle.register_pickle_by_value(module)
     try:

@@ -203,7 +203,7 @@ class EnvironmentEpisode(ToolEpisode):
                 at_once = nullcontext() if is_async(method) else lock
                 tools[name] = Tool(name, {}, method, self.seconds, self._code, at_once)
             schemas += kind.schemas
-        template = template_of(client.text, self.chat_template)
+        template = template_of(client.text.tokenizer, self.chat_template, client.text.ends)
         inputs = template_inputs({**row, "tools": None}, schemas)
         text = template.chat.render(chat, inputs)
         prompt = list(client.tokenizer([text], add_special_tokens=False)["input_ids"][0])

@@ -76,12 +76,13 @@ class Grammar:
         return GrammarMask(matcher, xgrammar.allocate_token_bitmask(1, vocab_size))
 
 
+@dataclass(eq=False)
 class GrammarMask:
     """The tokens that a grammar allows next in one response; a logits processor that excludes all others."""
 
-    def __init__(self, matcher: Any, bits: Tensor) -> None:
-        self._matcher, self._bits = matcher, bits
-        self._accepted = 0
+    _matcher: Any
+    _bits: Tensor
+    _accepted: int = 0
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         return logits.masked_fill_(to_device(~self.allowed(tokens, len(logits)), logits.device), -torch.inf)

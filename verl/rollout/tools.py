@@ -317,24 +317,25 @@ class CallSyntax(Protocol):
         """Tokens between a turn and the next one: the results of its calls, and the template's text around them."""
 
 
+@dataclass
 class _ChatSyntax(CallSyntax):
     """Hermes calls in chat templates; `inputs`: of the template, see `template_inputs`."""
 
-    def __init__(self, chat: ChatTokenizer, inputs: Mapping[str, Any]) -> None:
-        self._chat, self._inputs = chat, inputs
+    chat: ChatTokenizer
+    inputs: Mapping[str, Any]
 
     def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
-        return [_read_call(text) for text in _CALL.findall(spelled(self._chat.tokenizer, sample.tokens))]
+        return [_read_call(text) for text in _CALL.findall(spelled(self.chat.tokenizer, sample.tokens))]
 
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
         """The rest of the end of the policy's message, the results, a new turn."""
         text, last = self.behind(results), sample.tokens[-1]
-        if last in self._chat.added:
+        if last in self.chat.added:
             # A template ends a message by the token that ends a response, then continues: do not repeat that token.
             # Look for it before the results only, as each of them may end with it, too.
-            before, end = self.behind([_RESULT]).partition(_RESULT)[0], self._chat.added[last]
+            before, end = self.behind([_RESULT]).partition(_RESULT)[0], self.chat.added[last]
             text = text[before.index(end) + len(end) :] if end in before else text
-        return encode_behind(self._chat, [last], text)
+        return encode_behind(self.chat, [last], text)
 
     def behind(self, results: Sequence[str]) -> str:
         """The template's text after a message that these results answer. It is rendered as one chat, since a template
@@ -346,7 +347,7 @@ class _ChatSyntax(CallSyntax):
         spoken = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SPOKEN}]
         messages = [*spoken, *({"role": "tool", "content": result} for result in results)]
         try:
-            text = self._chat.render(messages, self._inputs).partition(_SPOKEN)[2]
+            text = self.chat.render(messages, self.inputs).partition(_SPOKEN)[2]
         except DataError as error:
             raise DataError(f"{error}; or use form='plain'") from error
         if not text:
@@ -365,13 +366,13 @@ def _read_call(text: str) -> Call:
     return name, arguments
 
 
+@dataclass
 class _PlainSyntax(CallSyntax):
     """`<<...>>`; `arguments`: the only argument of each tool."""
 
+    chat: ChatTokenizer
+    arguments: Mapping[str, str]
     stop = (">>",)
-
-    def __init__(self, chat: ChatTokenizer, arguments: Mapping[str, str]) -> None:
-        self._chat, self._arguments = chat, arguments
 
     def calls(self, sample: Sample, stop: Sequence[str]) -> list[Call] | None:
         """The call that ends these tokens; None if they end with a `>>` outside a call, which ends nothing.
@@ -379,7 +380,7 @@ class _PlainSyntax(CallSyntax):
         Args:
             stop: further strings that end a response.
         """
-        text, before = (spelled(self._chat.tokenizer, tokens) for tokens in (sample.tokens, sample.tokens[:-1]))
+        text, before = (spelled(self.chat.tokenizer, tokens) for tokens in (sample.tokens, sample.tokens[:-1]))
         ends = [end for end in (*stop, *self.stop) if text.rfind(end) > before.rfind(end)]
         if ">>" not in ends:  # a call before `min_new_tokens` was ignored
             return []
@@ -389,12 +390,12 @@ class _PlainSyntax(CallSyntax):
             return [] if len(ends) > 1 else None
         inside = text[opened + 2 : closed]
         name, colon, argument = inside.partition(":")
-        if len(self._arguments) == 1:
-            (only,) = self._arguments
+        if len(self.arguments) == 1:
+            (only,) = self.arguments
             name, argument = (only, argument) if colon and name.strip() == only else (only, inside)
         elif not colon:
             return ["error: a call is <<name: argument>>"]
-        return [(name.strip(), {self._arguments.get(name.strip(), ""): argument.strip()})]
+        return [(name.strip(), {self.arguments.get(name.strip(), ""): argument.strip()})]
 
     def reply(self, sample: Sample, results: Sequence[str]) -> list[int]:
-        return encode_behind(self._chat, sample.tokens[-1:], f" [{results[0]}]")
+        return encode_behind(self.chat, sample.tokens[-1:], f" [{results[0]}]")

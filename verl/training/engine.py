@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl._host.device import return_free_memory
+from verl._host.device import glibc
 from verl.algorithms.loss_terms import Loss, LossTerm, combine_metrics
 from verl.attention.prefix_tree import PrefixTree
 from verl.batch import Batch
@@ -265,7 +265,9 @@ class TrainEngine(ABC):
                 optimizer.move(to_host=True)
                 gradients.free()
             if on_cpu:
-                return_free_memory()
+                # Tensors of an update have sizes of their own: freed memory in pieces between others would let the
+                # heap grow for dozens of steps.
+                glibc("malloc_trim", 0)
 
     def _step(self, optimizer: MixedPrecisionOptimizer, losses: Sequence[Loss]) -> Metrics:
         gradients, lr = optimizer.gradients, optimizer.lr

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from verl._host.user_functions import digest, load_function, split_spec
+from verl._base.durable import digest
+from verl._host.user_functions import load_function, split_spec
 from verl.errors import RewardError
 from verl.rewards import generators
 from verl.rewards.scores import Call, Score, call_plain
@@ -29,7 +30,7 @@ class Scorer(PooledWorker):
         """
         import ray
 
-        if spec and digest(spec) != content:
+        if spec and digest(split_spec(spec)[0]) != content:
             raise RewardError(
                 f"{split_spec(spec)[0]} is not what it was when this run began, or not what the driver's machine has, "
                 "and one run has one reward: put it back, or start again to go on with the new one"

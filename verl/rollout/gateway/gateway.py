@@ -166,7 +166,7 @@ class Gateway:
                 "models: 'start' is for synchronous training in one process: what generates here has no starting "
                 "weights; start a server of them, and give its address"
             )
-        template = template_of(client.text, self.chat_template)
+        template = template_of(client.text.tokenizer, self.chat_template, client.text.ends)
         inputs = {key: value for key, value in template_inputs(row).items() if key != "tools"}
         fault = reason = ""
         async with listening() as listener:

@@ -277,5 +277,6 @@ def trajectories(calls: Sequence[Call], rewards: Mapping[str, float] = MappingPr
             whole.read(call.sample.tokens)
     for whole in result:
         whole.name = next((call.name for call in whole.calls if call.name), "")
-        whole.messages = [message.for_template("reasoning") for message in whole.calls[-1].messages]
+        said = whole.calls[-1].messages
+        whole.messages = [{**one.shown, "reasoning": one.reasoning} if one.reasoning else one.shown for one in said]
     return result

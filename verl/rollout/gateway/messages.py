@@ -72,13 +72,9 @@ class Message:
         said = self.role, self.content.strip()
         return (*said, *((call.name, _json_value(call.arguments)) for call in self.calls)) if self.calls else said
 
-    def for_template(self, reasoning: str) -> Mapping[str, Any]:
-        """As chat templates read it, with its thought under the name `reasoning`."""
-        return {**self._shown, reasoning: self.reasoning} if self.reasoning else self._shown
-
     @cached_property
-    def _shown(self) -> Mapping[str, Any]:
-        """Made once for all prompts with this message."""
+    def shown(self) -> Mapping[str, Any]:
+        """As chat templates read it, without its thought. Made once for all prompts with this message."""
         optional = {"tool_calls": [call.shown for call in self.calls], "tool_call_id": self.call_id}
         return {"role": self.role, "content": self.content, **{key: value for key, value in optional.items() if value}}
 
@@ -148,19 +144,16 @@ def _qwen_xml(text: str, tools: Tools) -> Message:
         functions = [tool.get("function", tool) for tool in tools]
         schema: Any = next((f.get("parameters") or {} for f in functions if f.get("name") == name), {})
         types = {key: value.get("type") for key, value in (schema.get("properties") or {}).items()}
-        values = {key: _typed(value, types.get(key)) for key, value in _PARAMETER.findall(body)}
+        values = dict[str, Any](_PARAMETER.findall(body))
+        for key, value in values.items():
+            if types.get(key) not in (None, "string"):
+                with suppress(ValueError):  # of another type than text it is JSON
+                    values[key] = json.loads(value)
         calls.append(ToolCall(name, _arguments(values)))
     rest = _XML.sub("", text)
     if "<tool_call>" in rest:
         raise NoCallError("a call has a function")
     return Message("assistant", rest, tuple(calls))
-
-
-def _typed(text: str, kind: Any) -> Any:
-    """A parameter that is written as text; of another type than text it is JSON."""
-    with suppress(ValueError):
-        return text if kind in (None, "string") else json.loads(text)
-    return text
 
 
 def _mistral(text: str, tools: Tools) -> Message:

@@ -39,6 +39,8 @@ START = "start"
 MAX_OPEN = 32
 #: Takes the answer as it is before its replies begin, then their deltas.
 Send = Callable[[ChatAnswer | base.Part], None]
+#: The answer to a key whose episode is over.
+ended = partial(RequestError, 403, "the episode of this key has ended", code="episode_ended")
 _logged: set[str] = set()
 T = TypeVar("T")
 
@@ -362,8 +364,3 @@ class _PendingReply:
                 tokens.append(base.Token(written([token]), log_prob, tuple((written([t]), p) for t, p in top)))
         finish: Any = "length" if sample.finish == "length" else "tool_calls" if call.reply.calls else "stop"
         return Reply(self.shown_id, call.reply, finish, stopped_by, tuple(tokens))
-
-
-def ended() -> RequestError:
-    """The answer to a key whose episode is over."""
-    return RequestError(403, "the episode of this key has ended", code="episode_ended")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -43,7 +43,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, ends: Sequence[int] = ()
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, ends: Iterable[int] = ()
     ) -> None:
         tokenizer = with_template(tokenizer, chat_template)
         if not getattr(tokenizer, "chat_template", None):
@@ -63,7 +63,8 @@ class ChatTemplate:
             DataError: the template refuses it.
         """
         shown = {**(inputs or {}), **({"tools": list(tools)} if tools else {})}
-        chat = [message.for_template(self.parse.thought or "reasoning_content") for message in messages]
+        thought = self.parse.thought or "reasoning_content"
+        chat = [{**each.shown, thought: each.reasoning} if each.reasoning else each.shown for each in messages]
         return self.chat.render(chat, shown, reply=reply, begun=False, check=False)
 
     def behind(self, text: str, before: str, reply: Message, has_tools: bool, last: Sequence[int]) -> str | None:
@@ -121,13 +122,9 @@ class ChatTemplate:
         return [] if _THOUGHT in whole or not self.parse.splits_thoughts else ["thoughts"]
 
 
+#: Those of the latest episodes, which share what they learn of it.
+template_of = lru_cache(maxsize=8)(ChatTemplate)
 _REMEDY = "name another one: chat_template='hermes', or a file"
-
-
-@lru_cache(maxsize=8)
-def template_of(text: ResponseText, chat_template: str | None) -> ChatTemplate:
-    """The template of the episodes whose responses `text` decodes, see `ChatTemplate`."""
-    return ChatTemplate(text.tokenizer, chat_template, tuple(text.ends))
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> PreTrainedTokenizerBase:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from verl._host.device import count, free_memory, free_share, is_accelerator, rng_states, set_rng_states, variable
+from verl._host.device import count, free_memory, free_share, generators, is_accelerator, variable
 from verl.errors import ConfigError, RolloutError
 from verl.models.memory import ModelSize
 from verl.rollout.choice import RUNNER, refused_runner
@@ -159,7 +159,7 @@ def _process_kept() -> Iterator[None]:
     in_process = not torch.distributed.is_initialized()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_devices = rng_states() if in_process else {}
+    of_devices = [(put, get()) for get, put in generators().values()] if in_process else []
     try:
         with variable("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if in_process else "1"):
             yield
@@ -169,4 +169,5 @@ def _process_kept() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        set_rng_states(of_devices)
+        for put, state in of_devices:
+            put(state)

@@ -84,6 +84,7 @@ class Anthropic(base.Dialect):
     stop = "stop_sequences"
     tool_types = (None, "custom")
     tool_schema = "input_schema"
+    error_event = "error"
     events = AnthropicEvents
 
     def choice(self, body: Body) -> str:
@@ -130,9 +131,6 @@ class Anthropic(base.Dialect):
     def error(self, fault: RequestError) -> Body:
         kind = _ERRORS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(fault)}}
-
-    def failure(self, fault: RequestError) -> str:
-        return base.event(self.error(fault), "error")
 
 
 def _assistant(blocks: list[Body], where: str) -> Message:

@@ -4,6 +4,7 @@ stream of items."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -19,8 +20,8 @@ SAMPLING = frozenset((
 ))  # fmt: skip
 #: Most of the likeliest tokens that a request may ask for at each token, as OpenAI has it.
 MAX_TOP = 20
-#: How many characters of a call's arguments a chunk of a stream has.
-_CHUNK = 64
+#: Cuts a call's arguments into the chunks of a stream.
+chunks = re.compile(".{1,64}", re.DOTALL).findall
 
 
 class RequestError(Exception):
@@ -150,6 +151,7 @@ class Dialect:
         tool_types: of tools that the agent runs, first the type of one that names none.
         tool_field: holds the rest of a tool, and of a tool choice; "": they hold it themselves.
         tool_schema: the field with a tool's JSON schema.
+        error_event: the name of an error's event.
         messages: the conversation in a body.
         schema: the JSON schema that a reply must match.
         answer: the body of an answer.
@@ -164,6 +166,7 @@ class Dialect:
     tool_types: ClassVar[Sequence[str | None]] = ("function",)
     tool_field = ""
     tool_schema = "parameters"
+    error_event = ""
     messages: Callable[[Body], Iterable[Message]]
     schema: Callable[[Body], Body | None]
     answer: Callable[[ChatRequest, ChatAnswer], Body]
@@ -241,7 +244,7 @@ class Dialect:
 
     def failure(self, fault: RequestError) -> str:
         """The event of an error after the stream has begun."""
-        return event(self.error(fault))
+        return event(self.error(fault), self.error_event)
 
 
 class ItemEvents(Events):
@@ -256,11 +259,8 @@ class ItemEvents(Events):
     opened: Callable[[Body], Iterator[str]]
     delta: Callable[[str], str]
     closed: Callable[[], Iterator[str]]
-
-    def __init__(self, request: ChatRequest) -> None:
-        super().__init__(request)
-        self.id = self.kind = self.text = ""
-        self.index = -1
+    id = kind = text = ""
+    index = -1
 
     def part(self, part: Part) -> Iterator[str]:
         for kind, text in zip(self.kinds, (part.reasoning, part.content), strict=True):
@@ -286,12 +286,6 @@ def event(data: Body | str, name: str = "") -> str:
     """A server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
-
-
-def chunks(text: str) -> Iterator[str]:
-    """A text in parts of whole characters."""
-    for start in range(0, len(text), _CHUNK):
-        yield text[start : start + _CHUNK]
 
 
 def invalid(param: str, message: str) -> RequestError:
