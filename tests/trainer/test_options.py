@@ -12,7 +12,7 @@ import pytest
 import verl
 from tests.trainer.cases import SHORT, low_bytes
 from verl.errors import ConfigError
-from verl.trainer.options import RECORDS, CheckpointOptions, LimitOptions, trainer_keywords
+from verl.trainer.options import KEYWORDS, RECORDS, CheckpointOptions, LimitOptions
 
 
 def named(call: Callable[..., Any]) -> set[str]:
@@ -24,9 +24,9 @@ def named(call: Callable[..., Any]) -> set[str]:
 
 def test_messages_know_the_keywords_that_there_are() -> None:
     models = {"actor", "critic", "reward"}
-    assert named(verl.Trainer) - models <= trainer_keywords()
+    assert named(verl.Trainer) - models <= KEYWORDS
     fields = [name for record in RECORDS.values() for name in record.model_fields]
-    assert len(fields) == len({*fields}) and {*fields} <= trainer_keywords()
+    assert len(fields) == len({*fields}) and {*fields} <= KEYWORDS
 
 
 @pytest.mark.parametrize("trainer", [verl.Trainer, verl.PPOTrainer, verl.AsyncTrainer, verl.InterleavedTrainer])

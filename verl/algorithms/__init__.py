@@ -1,7 +1,7 @@
 """Algorithms: what is optimised, each a small class behind `BaseAlgorithm`; see `docs/algorithms.md`.
 
 Reading order: `base`, `loss_terms`, `baselines`, `policy`, `responses`, `episodes`, `advantages`, `losses`, `kl`,
-`correction`, `ppo`, `registry`, `ratios`, `distillation`, `likelihood`, `safe_rlhf`, `pairs`, `kto`.
+`correction`, `ppo`, `registry`, `ratios`, `likelihood`, `safe_rlhf`, `pairs`, `kto`.
 """
 
 from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, RoleObjective

@@ -1,4 +1,5 @@
-"""Algorithms that raise the likelihood of responses: demonstrations, or samples that a constraint or a reward chose."""
+"""Algorithms that raise the likelihood of responses: demonstrations, or samples that a constraint, a reward or a
+teacher chose."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from verl._base.record import AsTuple
-from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained
+from verl._base.record import AsTuple, Positive
+from verl.algorithms.base import BaseAlgorithm, Loss, LossInput, drop_abstained, old_log_probs
+from verl.algorithms.losses import bounded_ratio
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
 from verl.batch import Batch
@@ -122,3 +124,49 @@ class RewardConditioned(SFT):
         condition = rank * bins // max(len(distinct), 1) * highest // max(bins - 1, 1)
         metrics["condition/highest"] = float((condition == highest).sum()) / max(len(batch), 1)
         return batch.add({"condition": condition.tolist()}), metrics
+
+
+@register_algorithm("distillation")
+class Distillation(BaseAlgorithm):
+    """Reverse KL to a teacher, by default a mean over all tokens. A reward, if there is one, is measured.
+
+    Agarwal et al., "On-Policy Distillation of Language Models" (arXiv:2306.13649), with the reverse KL and all samples
+    the student's: the policy's own samples, and a teacher's log-probs of them. The teacher is the reference policy:
+    `actor.make_reference(teacher)`, or `ref.path` of a YAML; its vocabulary must be the policy's. Without one it is the
+    policy as it was at first, and nothing is learned.
+
+    Deviation: the paper differentiates the KL of whole distributions at each token; here its gradient is estimated by
+    the policy gradient of a reward log p(teacher) - log p(policy) of each sampled token, which is credited with its own
+    reward alone. So a teacher costs one forward pass and no memory for logits.
+
+    Options:
+        max_log_ratio: bound of log p(teacher) - log p(policy) of a token, in nats; None: none.
+    """
+
+    roles = frozenset({"actor", "reference"})
+    measures = frozenset({"reward"})
+    samples_per_prompt = 4
+    no_gradient_at_zero = True
+
+    max_log_ratio: Positive | None = 10.0
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Column `advantages`; `kl` is the mean estimate a token, before the bound.
+
+        Raises:
+            DataError: no column `ref_log_probs`, the teacher's, or no log-probs of the policy.
+        """
+        responses = Responses(old_log_probs(batch))
+        ratio = responses.tokens("ref_log_probs") - responses.tokens("old_log_probs")
+        ratio = torch.where(responses.written, ratio, 0.0)
+        kl = -float(ratio.sum() / responses.written.sum().clamp(min=1))
+        if self.max_log_ratio is not None:
+            ratio = ratio.clamp(-self.max_log_ratio, self.max_log_ratio)
+        return responses.store({"advantages": torch.where(responses.trained, ratio, 0.0)}), {"kl": kl}
+
+    def compute_loss(self, x: LossInput) -> Loss:
+        current, active = self.needed_log_probs(x), x.weights != 0
+        old = x.columns.get("old_log_probs", current.detach())
+        ratio = bounded_ratio(torch.where(active, current - old, 0.0))
+        advantages = torch.where(active, x.columns["advantages"], 0.0)
+        return Loss(total=-(x.weights * advantages * ratio).sum())

@@ -19,7 +19,7 @@ from verl.errors import ConfigError, shown
 #: Classes by name; those of this package as where they are, until one is asked for.
 _ALGORITHMS: dict[str, type[BaseAlgorithm] | str] = {name: f"verl.algorithms.{path}" for name, path in {
     "cispo": "ratios.CISPO", "constrained_decoding": "likelihood.ConstrainedDecoding", "dapo": "baselines.DAPO",
-    "distillation": "distillation.Distillation", "dpo": "pairs.DPO", "dr_grpo": "baselines.DrGRPO",
+    "distillation": "likelihood.Distillation", "dpo": "pairs.DPO", "dr_grpo": "baselines.DrGRPO",
     "gmpo": "ratios.GMPO", "gpg": "baselines.GPG", "grpo": "baselines.GRPO", "grpo_passk": "baselines.GRPOPassK",
     "gspo": "ratios.GSPO", "ipo": "pairs.IPO", "kto": "kto.KTO", "opo": "baselines.OPO", "orpo": "pairs.ORPO",
     "ppo": "ppo.PPO", "reinforce_plus_plus": "baselines.ReinforcePlusPlus",

@@ -81,8 +81,9 @@ class TimedCalls:
         self.deadline, self._needs = deadline, needs
         self.timings: dict[str, Timing] = {}
         self._epoch = time.time() - time.perf_counter()
-        self._running: set[loop.Job] = set()
-        self._closing: list[loop.Job] = []
+        self.running: set[loop.Job] = set()
+        #: Sources that are being closed.
+        self.closing: list[loop.Job] = []
 
     async def in_thread(
         self, name: str, function: Callable[..., T], *args: Any, role: str = "", limit: float | None = None
@@ -90,11 +91,11 @@ class TimedCalls:
         """Call a plain function in the compute thread; its deadline begins when the thread gets to it."""
         limit = limit or self.deadline
         job = loop.submit(watched(f"node '{name}'", limit)(function), *args)
-        self._running.add(job)
+        self.running.add(job)
         await asyncio.shield(asyncio.wrap_future(job.started))
         result = within(asyncio.shield(asyncio.wrap_future(job.result)), limit)
         value: T = await self._timed(name, role, limit, result, job)
-        self._running.discard(job)
+        self.running.discard(job)
         return value
 
     async def run(self, node: Node, batch: Batch) -> Any:
@@ -128,15 +129,7 @@ class TimedCalls:
             if hasattr(stream, "aclose"):
                 await asyncio.wait({asyncio.ensure_future(stream.aclose())}, timeout=self.deadline)
             elif hasattr(stream, "close"):
-                self._closing.append(loop.submit(stream.close))
-
-    async def settle(self) -> None:
-        """Wait until sources are closed and, after a failure, running calls have ended."""
-        running = [job for job in self._running if not job.result.cancel()]
-        if waits := [asyncio.wrap_future(job.result) for job in [*running, *self._closing]]:
-            done, _ = await asyncio.wait(waits, timeout=self.deadline)
-            for future in done:
-                future.exception()
+                self.closing.append(loop.submit(stream.close))
 
     def stalled(self, name: str, limit: float, what: str = "did not return", where: str | None = None) -> ClusterError:
         """The error of a missed deadline. The stacks of all threads are logged.
@@ -174,6 +167,6 @@ class TimedCalls:
         # to a new one: the process can still report the error, save and end.
         if job is not None:
             where = line_of(job.thread)
-            self._running.discard(job)
+            self.running.discard(job)
             loop.abandon(job)
         raise self.stalled(name, limit, where=where)

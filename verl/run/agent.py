@@ -107,12 +107,9 @@ class _Watch:
         self.schemas = getattr(episode, "schemas", ())
         self.deadline = getattr(episode, "deadline", 600.0)
         self.asks_start = getattr(episode, "asks_start", False)
+        self.check_tokenizer = getattr(episode, "check_tokenizer", None)
         self._records: dict[str, EpisodeRecord] = {}
         self._turns: dict[str, list[Turns]] = {}
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        if (check := getattr(self._episode, "check_tokenizer", None)) is not None:
-            check(tokenizer)
 
     async def __call__(self, client: Client, row: Mapping[str, Any]) -> list[Turns]:
         if isinstance(self._episode, Gateway):

@@ -99,8 +99,8 @@ class Run(AbstractContextManager["Run"]):
         """Write `environment.json`; a disk that does not take it is a warning."""
         try:
             self._write("environment.json", environment)
-        except OSError as error:
-            logger.warning("%s was not written: %s", self.path / "environment.json", error)
+        except CheckpointError as error:
+            logger.warning("%s", error)
 
     def note_code(self, files: Mapping[str, str], folders: Sequence[str] = (), *, accept_edits: bool = False) -> None:
         """Write digests of the user's files and of models' into `code.json`, with all edits since the run began.
@@ -131,13 +131,15 @@ class Run(AbstractContextManager["Run"]):
             kept.edits.append(edit | {"before": kept.files.get(path, ""), "after": now.get(path, "")})
         removed = {path for path in edited if path not in now}
         files = {path: sha for path, sha in (kept.files | now).items() if path not in removed}
-        self._write_code(_Code(files, kept.edits))
+        self._code = _Code(files, kept.edits)
+        self._write("code.json", asdict(self._code))
 
     def note_late(self, files: Mapping[str, str]) -> None:
         """Add files that were imported after the start; a disk that does not take them is a warning."""
         if new := {path: sha for path, sha in files.items() if path not in self._code.files}:
+            self._code = _Code(self._code.files | new, self._code.edits)
             try:
-                self._write_code(_Code(self._code.files | new, self._code.edits))
+                self._write("code.json", asdict(self._code))
             except CheckpointError as error:
                 logger.warning("%s", error)
 
@@ -155,22 +157,17 @@ class Run(AbstractContextManager["Run"]):
             )
         return _Code({}, [])
 
-    def _write_code(self, code: _Code) -> None:
-        self._code = code
-        with self._written():
-            self._write("code.json", asdict(code))
-
     def finish(self, summary: Mapping[str, Any], *, steps: int) -> None:
         """Write `summary.json` and mark the run as finished after `steps` steps.
 
         Raises:
             CheckpointError: the disk does not take it.
         """
-        with self._written():
-            self._write("summary.json", {**summary, "state": "finished", "steps": steps})
+        self._write("summary.json", {**summary, "state": "finished", "steps": steps})
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        write_atomic(self.path / name, json.dumps(content, indent=1) + "\n")
+        with self._written():
+            write_atomic(self.path / name, json.dumps(content, indent=1) + "\n")
 
     @contextmanager
     def _written(self) -> Iterator[None]:

@@ -66,7 +66,7 @@ def as_loader(
         for what in (what for what in ("dropped", "truncated") if counts[what]):
             longer = f"longer than {max_prompt_length} tokens"
             logger.warning("%d prompts of %s are %s and were %s", counts[what], rows.name, longer, what)
-    return PromptLoader(rows, batch_size) if is_stream else PromptPasses(rows, batch_size, seed)
+    return PromptLoader(rows, batch_size) if is_stream else PromptPasses(rows, batch_size, seed=seed)
 
 
 def one_pass(loader: Any) -> int:
@@ -117,12 +117,8 @@ def prepare_prompts(trainer: Loop, batch: Any) -> Any:
 class PromptPasses(PromptLoader):
     """Batches of prompts without end; its length is one pass."""
 
-    def __init__(self, rows: PromptDataset, batch_size: int, seed: int) -> None:
-        super().__init__(rows, batch_size, seed=seed)
-        self._batches = math.ceil(len(rows) / batch_size)
-
     def __len__(self) -> int:
-        return self._batches
+        return math.ceil(len(self._rows) / self.batch_size)
 
 
 def _repeated(loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from verl.roles.settings import handle_keywords
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
-from verl.trainer.options import trainer_keywords
+from verl.trainer.options import KEYWORDS
 from verl.trainer.trainer import Trainer
 
 
@@ -21,7 +21,7 @@ def public_calls() -> Iterator[tuple[str, set[str]]]:
     yield "fit({}=...)", _parameters(Trainer.fit)
     yield "Actor(MODEL, {}=...)", {"optim", "strategy", *handle_keywords()}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
-        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | trainer_keywords()
+        yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | KEYWORDS
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward)
     yield "HeldOut(ROWS, {}=...)", _parameters(HeldOut)
     kinds = {type(make_algorithm(name)) for name in algorithm_names()}

@@ -120,7 +120,7 @@ class TrainerOptions(NamedTuple):
 RECORDS: dict[str, type[_Options]] = typing.get_type_hints(TrainerOptions)
 
 
-def trainer_keywords() -> set[str]:
-    """The keywords of a trainer, without its models and the options of its algorithm."""
-    named = {"algorithm", "tasks", "n", "sampling", "nodes", "held_out"}
-    return named.union(RECORDS, OTHERS, *(record.model_fields for record in RECORDS.values()))
+#: The keywords of a trainer, without its models and the options of its algorithm.
+KEYWORDS = {"algorithm", "tasks", "n", "sampling", "nodes", "held_out"}.union(
+    RECORDS, OTHERS, *(record.model_fields for record in RECORDS.values())
+)

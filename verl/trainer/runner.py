@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterable
@@ -42,7 +43,12 @@ class Run:
         try:
             yield calls
         finally:
-            await calls.settle()
+            # Until sources are closed and, after a failure, running calls have ended.
+            left = [*(job for job in calls.running if not job.result.cancel()), *calls.closing]
+            if left:
+                done, _ = await asyncio.wait([asyncio.wrap_future(job.result) for job in left], timeout=self.deadline)
+                for future in done:
+                    future.exception()
             for node in [] if graph is None else graph.nodes.values():
                 if node.at_end is not None:
                     node.at_end()

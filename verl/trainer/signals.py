@@ -30,12 +30,11 @@ class StopSignal:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
-        #: The signal that asked for the end, if one has.
-        self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+    #: The signal that asked for the end, if one has.
+    received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignal:
+        self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
             ranks.on_signal = self._forwarded

@@ -28,7 +28,7 @@ from verl.rollout.base import as_sampling
 from verl.rollout.constrained import ConstrainedEpisode
 from verl.rollout.grammar import Grammar
 from verl.rollout.guards import make_guard
-from verl.trainer.options import trainer_keywords
+from verl.trainer.options import KEYWORDS
 from verl.trainer.task import Task
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def tasks_of(
         tasks = [task_of(config) for config in load_tasks(config_path)]
     if tasks is None:
         of_task["episode"] = getattr(actor, "rewarding_episode", None)
-        tasks = [Task(algorithm=algorithm_beside(trainer_keywords(), algorithm, keywords), **of_task)]
+        tasks = [Task(algorithm=algorithm_beside(KEYWORDS, algorithm, keywords), **of_task)]
     elif keywords or algorithm or any(value is not None and value != () for value in of_task.values()):
         others = "".join(f"; '{option}': {phrase}" for option in keywords if (phrase := takes(option, "Trainer")))
         raise ConfigError(

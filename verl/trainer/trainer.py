@@ -147,6 +147,8 @@ class Trainer(Loop):
         #: The samples of the latest update by task, and the same as `prepare` left them.
         self.latest: tuple[Mapping[str, Batch], Mapping[str, Batch]] | None = None
         self.mixture = Mixture(self.tasks)
+        #: The user's metrics, as a record names them.
+        self._metrics: set[str] = set()
         self._make_buffer(options.buffer)
         if held_out is not None and held_out.kl:
             self.actor.make_reference()
@@ -213,6 +215,7 @@ class Trainer(Loop):
         """
         for task in self.tasks.values():
             task.metrics[name] = Metric(name, fn)
+            self._metrics.add(task.updater.named(name))
 
     @checked
     def add_guard(self, guard: SafetyGuard) -> None:
@@ -297,7 +300,7 @@ class Trainer(Loop):
                 for task, drawn in parts:
                     scores |= drawn.scores(metric) if task.algorithm.online else {}
             record |= note_scores(self._loader, scores)
-        self._add(record, metrics)
+        add_metrics(record, metrics, self._metrics)
         rows: Mapping[str, Batch] = {name: drawn.rows for name, drawn in samples.items()}
         learned: dict[str, Any] = {}
         if self._update_freq is not None or not isinstance(self.buffer, MemoryBuffer) or len(self.buffer):
@@ -307,7 +310,9 @@ class Trainer(Loop):
                 share = self.mixture.shares[task.name] * len(self.tasks)
                 task.updater.weight = (share if task.loss_weight is None else task.loss_weight) / len(rows)
             learned = self.learn(rows)
-        self._add(record, {**learned, "updated": bool(rows) and "update/empty" not in learned})
+        learned["updated"] = bool(rows) and "update/empty" not in learned
+        # An algorithm may have an estimate of the KL of its own, which counts instead of that of the samples.
+        add_metrics(record, learned, self._metrics, {"kl", *(f"task/{name}/kl" for name in self.tasks)})
         self.mixture.update(self.steps + 1, rows, record)
         return record
 
@@ -352,8 +357,9 @@ class Trainer(Loop):
         seconds = time.perf_counter() - began
         spans = self.runner.spans[:]  # also of the time since the step before; threads add more meanwhile
         del self.runner.spans[: len(spans)]
-        self._add(record, {"time/step": seconds, **busy_shares(spans, seconds)})
-        self._add(record, {"memory/peak_gb": self.actor.peak_memory() / 1e9})
+        measured = {"time/step": seconds, **busy_shares(spans, seconds)}
+        measured["memory/peak_gb"] = self.actor.peak_memory() / 1e9
+        add_metrics(record, measured, self._metrics)
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0
         self.updates += updated
@@ -374,12 +380,6 @@ class Trainer(Loop):
         if self.steps != self._goal:
             self._evaluate_and_save()
         return record
-
-    def _add(self, record: dict[str, Any], more: Mapping[str, Any]) -> None:
-        """Add to the record of a step; raises ConfigError where one name has two metrics."""
-        users = {task.updater.named(name) for task in self.tasks.values() for name in task.metrics}
-        # An algorithm may have an estimate of the KL of its own, which counts instead of that of the samples.
-        add_metrics(record, more, users, {"kl", *(f"task/{name}/kl" for name in self.tasks)})
 
     def close(self) -> None:
         """End what the trainer has started besides itself; the next step starts it again."""
