@@ -60,18 +60,15 @@ class Buffer(Protocol):
         """Replace the content by these samples."""
 
 
-def no_room(buffer: Buffer, batch: Batch) -> DataError:
-    """The error about samples that a buffer has no room for now."""
-    return DataError(
-        f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
-        "Drain first, or raise buffer_size"
-    )
-
-
-def check_saved(buffer: Buffer, batch: Batch) -> None:
-    """Raises DataError for saved samples that are more than a buffer's capacity."""
-    if len(batch) > buffer.capacity:
+def check_room(buffer: Buffer, batch: Batch, *, saved: bool = False) -> None:
+    """Raises DataError for samples that do not fit: with the buffer's own, or, if they are `saved` ones, alone."""
+    if saved and len(batch) > buffer.capacity:
         raise DataError(f"{len(batch)} saved samples do not fit a buffer of {buffer.capacity}: raise buffer_size")
+    if not saved and len(batch) > buffer.room:
+        raise DataError(
+            f"{len(batch)} samples do not fit: {len(buffer)} of {buffer.capacity} places are taken. "
+            "Drain first, or raise buffer_size"
+        )
 
 
 def make_buffer(kind: Any, capacity: int, path: str | Path | None = None) -> Buffer:
@@ -109,8 +106,7 @@ class MemoryBuffer(Buffer):
         return sum(map(len, self._batches))
 
     def add(self, batch: Batch) -> None:
-        if len(batch) > self.room:
-            raise no_room(self, batch)
+        check_room(self, batch)
         if len(batch):
             self._batches.append(batch)
 
@@ -118,7 +114,7 @@ class MemoryBuffer(Buffer):
         return Batch.concat(self._batches)
 
     def load_state(self, batch: Batch) -> None:
-        check_saved(self, batch)
+        check_room(self, batch, saved=True)
         self._batches = [batch] if len(batch) else []
 
 
@@ -143,64 +139,57 @@ class DiskBuffer(Buffer):
                 f"the buffer in {path} is open already, in another process or in this one: end that process, close() "
                 "that buffer (of a trainer: trainer.buffer.close()), or use another path"
             )
-        self._unlock = weakref.finalize(self, lock.close)
+        #: Release the lock; this object cannot be used afterwards.
+        self.close = weakref.finalize(self, lock.close)
         clear_staging(self.path)
         cursor = self.path / "cursor.json"
         try:
             first = read_json(cursor, _Cursor).segment if cursor.exists() else 0
         except ValueError as error:
             raise DataError(f"{cursor} is damaged: {error}. Remove the directory to start an empty buffer") from None
-        self._sizes: dict[int, int] = {}
-        numbers = sorted(int(file.stem) for file in self.path.glob("[0-9]*.parquet"))
-        for number in numbers:
-            if number < first:
-                self._file(number).unlink()
+        self._sizes: dict[Path, int] = {}
+        files = sorted(self.path.glob("[0-9]*.parquet"))
+        for file in files:
+            if int(file.stem) < first:
+                file.unlink()
                 continue
             try:  # reading it all is the only check that finds a damaged page
-                self._sizes[number] = len(Batch.from_parquet(self._file(number)))
+                self._sizes[file] = len(Batch.from_parquet(file))
             except DataError as error:
                 logger.warning("segment skipped: %s", error)
-        self._next = max([first, *(number + 1 for number in numbers)])
+        self._next = max([first, *(int(file.stem) + 1 for file in files)])
 
     def __len__(self) -> int:
         return sum(self._sizes.values())
 
     def add(self, batch: Batch) -> None:
-        if len(batch) > self.room:
-            raise no_room(self, batch)
+        check_room(self, batch)
         self._append(batch)
 
     def state(self) -> Batch:
-        return Batch.concat(Batch.from_parquet(self._file(number)) for number in self._sizes)
+        return Batch.concat(map(Batch.from_parquet, self._sizes))
 
     def load_state(self, batch: Batch) -> None:
-        check_saved(self, batch)
+        check_room(self, batch, saved=True)
         old = list(self._sizes)
         self._append(batch)
         if old:  # are drained at once by the cursor, and then their files go
-            self._write("cursor.json", json.dumps({"segment": max(old) + 1}))
-        for number in old:
-            del self._sizes[number]
-            self._file(number).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Release the lock; this object cannot be used afterwards."""
-        self._unlock()
+            self._write("cursor.json", json.dumps({"segment": int(old[-1].stem) + 1}))
+        for file in old:
+            del self._sizes[file]
+            file.unlink(missing_ok=True)
 
     def _append(self, batch: Batch) -> None:
         if not len(batch):
             return
-        number, sink = self._next, pa.BufferOutputStream()
+        name, sink = f"{self._next:012d}.parquet", pa.BufferOutputStream()
         pq.write_table(batch.table, sink, compression="zstd", write_page_checksum=True)
-        self._write(self._file(number).name, sink.getvalue().to_pybytes())
-        self._sizes[number] = len(batch)
-        self._next = number + 1
-
-    def _file(self, number: int) -> Path:
-        return self.path / f"{number:012d}.parquet"
+        self._write(name, sink.getvalue().to_pybytes())
+        self._sizes[self.path / name] = len(batch)
+        self._next += 1
 
     def _write(self, name: str, content: str | bytes) -> None:
-        if not self._unlock.alive:
+        if not self.close.alive:
             raise DataError(f"the buffer in {self.path} has been closed, and may be another's now: make a new one")
         write_atomic(self.path / name, content)
 
