@@ -57,7 +57,7 @@ from verl.errors import ConfigError, DataError, shown
 if TYPE_CHECKING:
     import torch
 
-_FLOATS = pa.large_list(pa.float32())
+_FLOATS, _LISTS = pa.large_list(pa.float32()), (pa.ListType, pa.LargeListType)
 #: Arrow types of the columns the system knows. fp64 runs keep fp64: see `_list_type`.
 SCHEMA: dict[str, pa.DataType] = {
     name: kind
@@ -187,11 +187,6 @@ class Batch:
     def columns(self) -> list[str]:
         return list(self.table.column_names)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these rows alone."""
-        return int(self.table.nbytes)
-
     def arrow(self, name: str) -> pa.Array:
         """The column as one Arrow array.
 
@@ -207,10 +202,6 @@ class Batch:
             yield from chunk.to_pylist()
 
     __iter__ = rows
-
-    @checked
-    def row(self, index: Natural) -> dict[str, Any]:
-        return next(self.take([index]).rows())
 
     @checked
     def add(self, columns: Mapping[str, Any] | Batch) -> Batch:
@@ -289,7 +280,7 @@ class Batch:
         columns = {name: self.arrow(name) for name in self.columns}
         for name, array in columns.items():
             # Arrow takes lists value by value; concatenated slices are copies of whole rows, many times faster.
-            by_runs = _is_list(array.type) and runs
+            by_runs = isinstance(array.type, _LISTS) and runs
             columns[name] = pa.concat_arrays([array.slice(*run) for run in runs]) if by_runs else array.take(rows)
         return Batch(pa.table(columns))
 
@@ -337,7 +328,7 @@ class Batch:
         array = self.arrow(name)
         if isinstance(array.type, ExactType):
             array = _to_arrow(name, array.to_pylist())
-        if _is_list(array.type):
+        if isinstance(array.type, _LISTS):
             array = array.flatten()
         if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type) or pa.types.is_boolean(array.type)):
             raise DataError(f"column '{name}' of type {array.type} cannot become a tensor")
@@ -399,10 +390,6 @@ def _unpickled(data: bytes, buffers: list[Any]) -> Batch:
     return Batch(pickle.loads(data, buffers=buffers))
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
 def _single(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
@@ -412,7 +399,7 @@ def _list_type(name: str, values: pa.DataType) -> pa.DataType:
     known = SCHEMA.get(name)
     if known == _FLOATS and values == pa.float64():
         return pa.large_list(pa.float64())
-    return known if known is not None and _is_list(known) else pa.large_list(values)
+    return known if isinstance(known, _LISTS) else pa.large_list(values)
 
 
 def _to_arrow(name: str, values: Any) -> pa.Array:
@@ -427,7 +414,7 @@ def _to_arrow(name: str, values: Any) -> pa.Array:
                 known = known or pa.float64()  # the type of no rows, too
             values = values.detach().cpu().double().tolist() if values.is_floating_point() else values.tolist()
         array = values if isinstance(values, pa.Array) else pa.array(list(values), known)
-        kind = _list_type(name, array.type.value_type) if _is_list(array.type) else known or array.type
+        kind = _list_type(name, array.type.value_type) if isinstance(array.type, _LISTS) else known or array.type
         return array if array.type == kind else array.cast(kind)
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON lets pass
         raise DataError(f"column '{name}' has a text that is not valid Unicode: {error.object[:60]!r}") from error

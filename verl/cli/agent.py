@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Agents: programs that know the address of an endpoint; environments.")
 
 
-@app.callback()
-def agent() -> None:
-    """Agents and environments."""
-
-
 @app.command()
 def check(
     script: Annotated[

@@ -15,7 +15,6 @@ import typer
 from verl._base.schemas import SETTINGS
 from verl.errors import ConfigError
 
-_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: Sums of two numbers up to 20: few and short, so that two CPU cores without bf16 learn them in minutes.
 _LARGEST, _HELD_OUT = 20, 48
 
@@ -73,7 +72,7 @@ def correct(responses, prompts, answer):
 def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.", show_default=False)],
     model: Annotated[str, typer.Option(help="The model to train: a directory, or a name of the Hugging Face hub.")] = (
-        _MODEL
+        "HuggingFaceTB/SmolLM2-135M-Instruct"
     ),
 ) -> None:
     """Write a recipe to start from: settings, a reward, and data.

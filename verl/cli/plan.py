@@ -44,10 +44,11 @@ def plan(config: Config) -> dict[str, str]:
         lines["engine"] = f"embedded (auto: on a GPU {'too' if name == 'embedded' else name}, because {why})"
     epochs, every = trainer.total_epochs, trainer.eval_every  # how many steps epochs are, their rows alone can say
     steps = str(trainer.total_steps) if epochs is None else f"as many as {_count(epochs, 'epoch')} have"
-    evaluated = "evaluated before and after" + ("" if every is None else f" and {_every(every)}")
+    evaluated = "evaluated before and after" + ("" if every is None else f" and every {_count(every, 'step')}")
     if config.data.eval is None:
         evaluated = "never evaluated"
-    lines["steps"] = f"{steps}, {evaluated}, saved {_every(trainer.save_every)}"
+    saved = "at the end" if trainer.save_every is None else f"every {_count(trainer.save_every, 'step')}"
+    lines["steps"] = f"{steps}, {evaluated}, saved {saved}"
     if trainer.placement is not None:
         lines["placement"] = str(DeviceMesh(trainer.placement)).replace("\n", "\n" + " " * 16)
     if trainer.control is not None:
@@ -175,10 +176,6 @@ def _reward(part: RewardPart) -> str:
     if isinstance(part, CostConfig) and part.components:
         return " + ".join(f"{each.weight:g} x {name} ({_reward(each)})" for name, each in part.components.items())
     return next((str(getattr(part, field)) for field in part.origins()), "none")
-
-
-def _every(steps: int | None) -> str:
-    return "at the end" if steps is None else f"every {_count(steps, 'step')}"
 
 
 def _count(number: int, thing: str) -> str:
