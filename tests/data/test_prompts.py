@@ -238,7 +238,7 @@ def test_a_chat_may_be_text_of_json() -> None:
     for row in ({"prompt": text}, {"messages": text}, {"conversations": said}, {"mine": text}):
         column = "mine" if "mine" in row else None
         assert load_prompts([row], prompt_column=column).batch["messages"] == [chat]
-    assert load_prompts([{"prompt": "a", "completion": text}]).batch.row(0) == {"prompt": "a", "completion": text}
+    assert load_prompts([{"prompt": "a", "completion": text}])[0] == {"prompt": "a", "completion": text}
     assert load_prompts(["[1, 2]"]).batch["prompt"] == ["[1, 2]"]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from verl.batch import Batch
 from verl.data.pools import Pools
 from verl.errors import DamagedCheckpointError, DataError
 
@@ -77,12 +78,6 @@ class Cursor:
                 self.epoch, self.position = self.epoch + 1, 0
         return visits
 
-    def left_of(self, end: int | None, count: int) -> int:
-        """`count`, or as many visits as are left up to number `end`, if these are fewer and there are any; with pools
-        nobody knows how many are left."""
-        left = count if end is None or self.pools is not None else end - self.epoch * self.size - self.position
-        return min(left, count) if left > 0 else count
-
     def state_dict(self) -> dict[str, Any]:
         pooled = {} if self.pools is None else {"pooled": self.pools.state_dict()}
         return {"epoch": self.epoch, "position": self.position, **self.identity, **pooled}
@@ -112,3 +107,34 @@ class Cursor:
     def permutation(self) -> list[int]:
         """The order of the rows in this epoch."""
         return [*permutation(self.size, self.seed, self.epoch).tolist()]
+
+
+class Resumable(Iterator[Batch]):
+    """Batches whose position is the one of a `Cursor`, or of another walk through data."""
+
+    batch_size: int
+    #: Rows or groups up to which batches are drawn, the last one as large as what is left; None: without end.
+    end: int | None = None
+    #: The next ones, this many.
+    take: Callable[[int], Batch]
+    _walk: Any
+
+    def __next__(self) -> Batch:
+        walk, count = self._walk, self.batch_size
+        # With pools nobody knows how many are left.
+        if self.end is not None and isinstance(walk, Cursor) and walk.pools is None:
+            left = self.end - walk.epoch * walk.size - walk.position
+            count = min(left, count) if left > 0 else count
+        return self.take(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch, as JSON."""
+        return dict(self._walk.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position from `state_dict`.
+
+        Raises:
+            DataError: the state belongs to other data, or to another seed, order or pools.
+        """
+        self._walk.load_state_dict(state)

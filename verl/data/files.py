@@ -37,8 +37,9 @@ def named(source: Any) -> str:
     return str(source) if isinstance(source, str | Path) else ", ".join(map(str, source))
 
 
-def read_rows(source: Any) -> Iterator[Any]:
-    """The rows of a data set in order, of files (mappings, or whatever a JSON line holds) or in memory (`table_rows`).
+def rows_by_file(source: Any) -> Iterator[tuple[Path | None, Any]]:
+    """The rows of a data set in order, of files (mappings, or whatever a JSON line holds) or in memory (`table_rows`);
+    each after the file that contains it (None: in memory).
 
     A directory means its data files in the order of their names; a JSON file holds a list of rows, or
     `{"files": [...]}`, an index of files next to it. The rows of several paths follow each other.
@@ -47,11 +48,6 @@ def read_rows(source: Any) -> Iterator[Any]:
         DataError: a file is missing, of an unknown kind, damaged (with file and line), or reaching out of its
             directory; see `table_rows` for data in memory.
     """
-    return (row for _, row in rows_by_file(source))
-
-
-def rows_by_file(source: Any) -> Iterator[tuple[Path | None, Any]]:
-    """The rows of `read_rows`, each after the file that contains it (None: in memory)."""
     if not is_files(source):
         yield from zip(repeat(None), table_rows(source), strict=False)
         return

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl._base.checked import checked
 from verl._base.record import Count
 from verl._host.user_calls import DEADLINE
 from verl.batch import Batch
-from verl.data.cursor import Cursor, saved_count
+from verl.data.cursor import Cursor, Resumable, saved_count
 from verl.data.pools import PoolOptions, Pools
 from verl.data.prefetch import RowsAhead
 from verl.data.prompts import PromptDataset, PromptStream
 from verl.errors import ConfigError, DataError
 
 
-class PromptLoader(Iterator[Batch]):
+class PromptLoader(Resumable):
     """Batches of `batch_size` prompts without end; `id` and `group` are "e{epoch}.{row}", unique for each visit.
 
     A batch may reach over the end of an epoch. A stream is read in its own order (`shuffle` must not be True) and
@@ -43,13 +43,10 @@ class PromptLoader(Iterator[Batch]):
         task: str = "",
     ) -> None:
         self.data, self.batch_size = data, batch_size
-        #: Prompts up to which batches are drawn, the last one as large as what is left; None: without end.
-        self.end: int | None = None
         #: None: every prompt is drawn once an epoch.
         self.pools: Pools | None = None
         #: Seconds that a stream's next rows may take, which are read while those taken last are used; None: none are.
         self.reads_ahead: float | None = None
-        self._walk: Cursor | _StreamWalk
         if isinstance(data, PromptStream):
             if shuffle:
                 raise ConfigError(f"{data.name} is a stream, which is not shuffled here: shuffle it at its source")
@@ -62,17 +59,13 @@ class PromptLoader(Iterator[Batch]):
             self.pools = None if pools is None else Pools(PoolOptions.of(pools, "pools"), len(data), task)
             identity = {"rows": len(data), "digest": data.fingerprint()}
             order: dict[str, Any] = {"seed": seed, "shuffle": shuffle is not False, "pools": self.pools}
-            self._walk, self._rows = Cursor(len(data), name=data.name, data=identity, **order), data.batch
-
-    def __next__(self) -> Batch:
-        count = self.batch_size
-        return self.take(self._walk.left_of(self.end, count) if isinstance(self._walk, Cursor) else count)
+            self._walk = Cursor(len(data), name=data.name, data=identity, **order)
 
     def take(self, count: int) -> Batch:
         """The next `count` prompts, as `next` would give them."""
-        if isinstance(self._walk, Cursor):
+        if isinstance(self.data, PromptDataset):
             visits = self._walk.take(count)
-            batch = self._rows.take([row for _, row in visits])
+            batch = self.data.batch.take([row for _, row in visits])
         else:
             visits, batch = self._walk.take(count, self.reads_ahead)
         ids = [f"e{epoch}.{row}" for epoch, row in visits]
@@ -84,18 +77,6 @@ class PromptLoader(Iterator[Batch]):
         for group, of_samples in scores.items():
             if visit := re.fullmatch(r"e(\d+)\.(\d+)", group):
                 self.pools.note(int(visit[1]), int(visit[2]), of_samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position of the next prompt, as JSON."""
-        return self._walk.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a position from `state_dict`.
-
-        Raises:
-            DataError: the state belongs to other prompts, or to another seed, order or pools.
-        """
-        self._walk.load_state_dict(state)
 
 
 class _StreamWalk:
@@ -137,7 +118,7 @@ class _StreamWalk:
             return state
         return state if self._mark is None else {**state, "mark": self._mark}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not state.get("stream"):
             raise DataError(f"the saved place belongs to a data set with a length, {self.data.name} is a stream")
         epoch, position = saved_count(state, "epoch"), saved_count(state, "position")
@@ -153,17 +134,14 @@ def sources_of(loader: Any) -> dict[str, PromptLoader]:
     return {name: source for name, source in every.items() if isinstance(source, PromptLoader)}
 
 
-def pooled(loader: Any) -> dict[str, PromptLoader]:
-    """The same, but only loaders with pools."""
-    return {name: source for name, source in sources_of(loader).items() if source.pools is not None}
-
-
 def note_scores(loader: Any, scores: Mapping[str, Sequence[float | None]]) -> dict[str, int]:
     """Tell a loader's pools how samples scored, by the `group` of their prompts; the sizes of the pools, of several
     tasks by task."""
     sizes: Counter[str] = Counter()
-    for name, source in pooled(loader).items():
+    for name, source in sources_of(loader).items():
+        if source.pools is None:
+            continue
         source.note({group.removeprefix(f"{name}."): of_samples for group, of_samples in scores.items()})
-        for pool, size in source.pools.sizes().items() if source.pools else ():
+        for pool, size in source.pools.sizes().items():
             sizes[f"task/{name}/{pool}" if hasattr(loader, "sources") else pool] += size
     return dict(sizes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
 from itertools import count, filterfalse, takewhile
 from operator import gt
@@ -30,7 +30,7 @@ from verl._base.checked import checked
 from verl._base.record import Count
 from verl.batch import COMPUTED, Batch
 from verl.data.chat import TEMPLATE_COLUMNS, ChatTokenizer
-from verl.data.cursor import Cursor
+from verl.data.cursor import Cursor, Resumable
 from verl.data.files import digest, is_files, named, recorded_files, rows_by_file
 from verl.data.forms import chat_of, readable_row, usual_row
 from verl.data.prompts import PromptForm, chat_json, content_text, is_messages, to_batch
@@ -48,11 +48,11 @@ _KINDS = (
 )
 
 
-class OfflineDatasetLoader(Iterator[Batch]):
+class OfflineDatasetLoader(Resumable):
     """Offline data as a whole (`batch`) and in batches of whole groups without end, resumable exactly.
 
     Args:
-        source: a path or a list of paths (`read_rows`), or a list or data set of mappings.
+        source: a path or a list of paths (`rows_by_file`), or a list or data set of mappings.
         tokenizer: adds `prompt_tokens`, `response_tokens` and `response_mask`; `tokenize` does that later.
         batch_size: groups in a batch that iteration gives (a pair is one group).
         system_prompt: starts each chat without one.
@@ -100,18 +100,16 @@ class OfflineDatasetLoader(Iterator[Batch]):
                 raise ConfigError("OfflineDatasetLoader.max_length: goes without max_prompt_length and truncation")
             max_prompt_length, truncation = max_length - 1, "drop"
         self.max_length = max_length
-        #: Groups up to which batches are drawn, the last one as large as what is left; None: without end.
-        self.end: int | None = None
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self.max_prompt_length, self.max_response_length = max_prompt_length, max_response_length
         self.truncation: Truncation = truncation
         self.counts: Counter[str] = Counter()
         self.name = named(source)
         form = PromptForm(system_prompt=system_prompt, chat=chat, chat_template_kwargs=chat_template_kwargs)
-        self.kind, self.batch = _read(source, self.name, form, columns or {})
-        self._rows, self._digest = self.batch, digest(self.batch.rows())
+        self.kind, self._rows = _read(source, self.name, form, columns or {})
+        self._digest = digest(self._rows.rows())
+        self._begin(self._rows)
         self._refuse_equal_pairs("response", "reply")
-        self._begin(self.batch)
         if tokenizer is not None:
             self.tokenize(tokenizer)
 
@@ -130,9 +128,8 @@ class OfflineDatasetLoader(Iterator[Batch]):
         cut = {name: [each[:limit] for each, limit in zip(kept[name], limits, strict=True)] for name in names[1:]}
         self.counts = encode.counts
         self.counts["responses_truncated"] = sum(map(gt, kept.lengths("response_tokens"), limits))
-        self.batch = kept.drop(cut).add(cut)
+        self._begin(kept.drop(cut).add(cut))
         self._refuse_equal_pairs("response_tokens")
-        self._begin(self.batch)
 
     def _refuse_equal_pairs(self, *columns: str) -> None:
         """Raises DataError: the chosen response of a pair is also the rejected one, as text or once it is cut."""
@@ -164,12 +161,9 @@ class OfflineDatasetLoader(Iterator[Batch]):
         """Groups in an epoch."""
         return len(self._groups)
 
-    def __next__(self) -> Batch:
-        return self.take(self._cursor.left_of(self.end, self.batch_size))
-
     def take(self, count: int) -> Batch:
         """The next `count` groups, as `next` would give them."""
-        visits = self._cursor.take(count)
+        visits = self._walk.take(count)
         rows = [(epoch, row) for epoch, group in visits for row in self._groups[group]]
         batch = self.batch.take([row for _, row in rows])
         # A group that two epochs bring into one batch must not become a group of four.
@@ -179,21 +173,10 @@ class OfflineDatasetLoader(Iterator[Batch]):
         }
         return batch.drop(names).add(names)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._cursor.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
-
-        Raises:
-            DataError: the state belongs to other data, or to another seed or order.
-        """
-        self._cursor.load_state_dict(state)
-
     def _begin(self, batch: Batch) -> None:
         self.batch, self._groups = batch, batch.group_indices()
         identity = {"groups": len(self), "kind": self.kind, "digest": self._digest}
-        self._cursor = self.cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
+        self._walk = self.cursor(len(self), seed=self.seed, shuffle=self.shuffle, name=self.name, data=identity)
 
 
 def _rows(kind: str, form: PromptForm, fields: dict[str, Any], number: int, where: str) -> list[dict[str, Any]]:

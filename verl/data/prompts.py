@@ -9,7 +9,6 @@ the system needs for itself is kept as `user.<name>`; rewards see it under its o
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import logging
 import re
@@ -24,7 +23,7 @@ import pyarrow as pa
 from verl._base.checked import checked
 from verl._base.record import Count
 from verl.batch import SCHEMA, WRITTEN, Batch
-from verl.data.files import digest, named, read_rows
+from verl.data.files import digest, named, rows_by_file
 from verl.data.forms import COLLATED, chat_of, loaded, plain, readable_row, table_rows, usual_row
 from verl.data.tasks import task_rows
 from verl.errors import ConfigError, DataError, nearest
@@ -56,7 +55,7 @@ class PromptDataset:
         return len(self.batch)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.batch.row(range(len(self))[index])
+        return next(self.batch.take([range(len(self))[index]]).rows())
 
     def texts(self) -> list[str]:
         """The question of each row, without system messages and surrounding space: prompts are equal by it."""
@@ -103,7 +102,7 @@ class PromptStream:
                 return
             if number < start:
                 continue
-            mark = None if state is None else {"state": state, "row": _row_digest(value)}
+            mark = None if state is None else {"state": state, "row": digest([{"row": repr(value)}])}
             row = self.form.row(value, f"{self.name}, row {number}")
             prepared = [row] if self.prepare is None else self.prepare(Batch.from_rows([row]), number).rows()
             for each in prepared:
@@ -124,7 +123,7 @@ class PromptStream:
         try:
             source.load_state_dict(mark["state"])
             values: Iterator[Any] = iter(source)
-            if _row_digest(next(values)) == mark["row"]:
+            if digest([{"row": repr(next(values))}]) == mark["row"]:
                 return values
             reason = "another row is there"
         except Exception as error:  # of whatever kind of source the user has
@@ -133,10 +132,6 @@ class PromptStream:
         if before is not None:
             source.load_state_dict(before)
         return None
-
-
-def _row_digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode(errors="replace")).hexdigest()[:16]
 
 
 @checked
@@ -247,7 +242,7 @@ def load_prompts(
     """Prompts from `source`, in memory. (Data without a length: `stream_prompts`.)
 
     Args:
-        source: a JSONL, JSON or Parquet path, a list of such, or a directory (`read_rows`); `{"path": PATH}`; a
+        source: a JSONL, JSON or Parquet path, a list of such, or a directory (`rows_by_file`); `{"path": PATH}`; a
             procedural task `{"task": NAME, "size": N, "seed": S, ...}` (`task_rows`); a torch or Hugging Face data set;
             a list of strings, chats, token ids or mappings; a batch of columns, as a collator makes it.
         prompt_column: where the prompt is; found by itself among `PROMPT_COLUMNS` if not given.
@@ -266,7 +261,8 @@ def load_prompts(
         name, values = f"task {source['task']}", task_rows(source)
     else:
         source = source["path"] if isinstance(source, Mapping) and "path" in source else source
-        name, values = named(source), [source] if is_messages(source) else read_rows(source)
+        name = named(source)
+        values = [source] if is_messages(source) else (row for _, row in rows_by_file(source))
     rows = [form.row(value, f"{name}, row {number}") for number, value in enumerate(islice(values, limit))]
     return PromptDataset(to_batch(rows, name), name)
 

@@ -19,7 +19,7 @@ from verl._base.checked import checked
 from verl._base.names import check_known
 from verl._base.record import Count, Weights
 from verl.batch import Batch
-from verl.data.cursor import hashed, saved_count
+from verl.data.cursor import Resumable, hashed, saved_count
 from verl.data.loader import PromptLoader
 from verl.data.prompts import PromptDataset, PromptStream, load_prompts, stream_prompts
 from verl.errors import ConfigError, DataError
@@ -104,13 +104,10 @@ class TaskLoader(Iterator[dict[str, Batch]]):
         self.draws[name] += 1
         return self.take(name, max(1, math.floor(self.shares[name] * self.batch_size + start)))
 
-    def position_of(self, name: str) -> dict[str, Any]:
-        """The position in the data of one task, as JSON."""
-        return {"draws": self.draws[name], "data": self.sources[name].state_dict()}
-
     def state_dict(self) -> dict[str, Any]:
         """The position in all data, as JSON; shares are what they are set to."""
-        return {"batches": self.batches, "tasks": {name: self.position_of(name) for name in self.sources}}
+        tasks = {name: {"draws": self.draws[name], "data": each.state_dict()} for name, each in self.sources.items()}
+        return {"batches": self.batches, "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position from `state_dict`.
@@ -128,7 +125,7 @@ class TaskLoader(Iterator[dict[str, Batch]]):
         self.batches = saved_count(state, "batches")
 
 
-class MixedLoader(Iterator[Batch]):
+class MixedLoader(Resumable):
     """Batches without end of the rows of several data sets, each by its share: a `TaskLoader` of one task.
 
     Args:
@@ -150,20 +147,13 @@ class MixedLoader(Iterator[Batch]):
     ) -> None:
         loaders = {name for name, one in data.items() if hasattr(one, "take") and hasattr(one, "__next__")}
         sources = {name: one if name in loaders else _prompts(one, form) for name, one in data.items()}
-        self.mixture = _mixture(sources, shares, batch_size, seed)
+        self._walk = self.mixture = _mixture(sources, shares, batch_size, seed)
 
     def __len__(self) -> int:
         return len(self.mixture)
 
     def __next__(self) -> Batch:
         return Batch.concat(next(self.mixture).values())
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.mixture.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError if it is of other data."""
-        self.mixture.load_state_dict(state)
 
 
 @checked
@@ -258,19 +248,24 @@ def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
     Raises:
         DataError: a row names no task, or an unknown one.
     """
-    if isinstance(rows, Mapping) and not isinstance(rows, Batch):
-        for name in rows:
-            _check(name, names, "the prompts")
-        return {name: rows[name] for name in names if name in rows}
-    if isinstance(rows, Batch):
-        tasks: list[Any] = rows[COLUMN] if COLUMN in rows else [None] * len(rows)
+    tasks: list[Any]
+    is_split = isinstance(rows, Mapping)
+    if is_split:
+        tasks = [*rows]
+    elif isinstance(rows, Batch):
+        tasks = rows[COLUMN] if COLUMN in rows else [None] * len(rows)
     else:
         rows = list(rows)
         tasks = [row.get(COLUMN) if isinstance(row, Mapping) else None for row in rows]
     chosen: dict[str, list[int]] = {}
     for number, name in enumerate(tasks):
-        _check(name, names, f"row {number}")
+        where = "the prompts" if is_split else f"row {number}"
+        if name is None:
+            raise DataError(f"{where} names no task: of several tasks, each row says its own in the column '{COLUMN}'")
+        check_known(f"{where}: there is no task", [name], names, DataError)
         chosen.setdefault(name, []).append(number)
+    if is_split:
+        return {name: rows[name] for name in names if name in rows}
     split = {name: chosen[name] for name in names if name in chosen}
     if not isinstance(rows, Batch):
         return {name: [rows[number] for number in numbers] for name, numbers in split.items()}
@@ -280,12 +275,6 @@ def by_task(rows: Any, names: Sequence[str]) -> dict[str, Any]:
         name: part.select([column for column in part.columns if part.arrow(column).null_count < len(part)])
         for name, part in parts.items()
     }
-
-
-def _check(name: Any, names: Sequence[str], where: str) -> None:
-    if name is None:
-        raise DataError(f"{where} names no task: of several tasks, each row says its own in the column '{COLUMN}'")
-    check_known(f"{where}: there is no task", [name], names, DataError)
 
 
 def read_once(data: Mapping[str, Any]) -> dict[str, Any]:

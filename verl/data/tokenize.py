@@ -12,7 +12,8 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from verl._base.checked import checked
@@ -32,6 +33,8 @@ _OF_THE_PROMPT = ("rollout_log_probs", "log_probs", "old_log_probs", "ref_log_pr
 PromptsT = TypeVar("PromptsT", PromptDataset, PromptStream)
 
 
+@checked
+@dataclass(eq=False, repr=False)
 class PromptTokenizer:
     """Adds `prompt_tokens` to rows and applies a policy to prompts of more than `max_prompt_length` tokens.
 
@@ -43,20 +46,14 @@ class PromptTokenizer:
     `counts` sums up what was done: "rows", "truncated", "dropped", and "longest" (tokens, before the policy).
     """
 
-    @checked
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        max_prompt_length: Count | None = None,
-        truncation: Truncation = "error",
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.max_prompt_length = max_prompt_length
-        self.truncation = truncation
-        self.tools = tools
-        self.counts: Counter[str] = Counter(rows=0, truncated=0, dropped=0, longest=0)
+    tokenizer: Any
+    _: KW_ONLY
+    max_prompt_length: Count | None = None
+    truncation: Truncation = "error"
+    tools: Sequence[Mapping[str, Any]] = ()
+    counts: Counter[str] = field(
+        init=False, default_factory=partial(Counter, rows=0, truncated=0, dropped=0, longest=0)
+    )
 
     def __call__(self, batch: Batch, first_row: int = 0) -> Batch:
         """The rows with `prompt_tokens`; those that the policy drops are gone. Rows are named from `first_row` on.
@@ -124,12 +121,12 @@ def to_prompts(tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] 
     return batch.drop(["prompt"]).add({"prompt": texts})
 
 
+@dataclass(eq=False)
 class KnownPrompts:
     """`to_prompts`, whose latest results are kept: for problems that are evaluated again and again. Rows are compared
     by content, so that a list which has changed is tokenised again."""
 
-    def __init__(self) -> None:
-        self._latest: deque[tuple[tuple[Any, ...], Batch, Batch]] = deque(maxlen=4)
+    _latest: deque[tuple[tuple[Any, ...], Batch, Batch]] = field(default_factory=lambda: deque(maxlen=4))
 
     def __call__(self, tokenizer: Any, prompts: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Batch:
         """Raises DataError as `to_prompts`."""
@@ -286,7 +283,7 @@ def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> Encoded:
         prompt, response = encode_pair(chat, row["prompt"], row["response"])
     elif row.get("prompt_tokens") is not None:
         prompt = row["prompt_tokens"]
-        response = encode_behind(chat, prompt, row["response"], end=True)
+        response = _ended(chat, encode_behind(chat, prompt, row["response"]))
     else:
         tokens = _ended(chat, encode_plain(chat, row["response"]))
         if not row["response"] or len(tokens) < 2:
@@ -319,12 +316,6 @@ def _check_order(written: str, before: str, whole: str) -> None:
         )
 
 
-def encode_behind(chat: ChatTokenizer, before: Sequence[int], text: str, *, end: bool = False) -> list[int]:
-    """Tokens of a text that follows fixed tokens; with `end`, and its end."""
-    tokens = _behind(chat, spelled(chat.tokenizer, before), list(before), text)
-    return _ended(chat, tokens) if end else tokens
-
-
 def _pieces(chat: ChatTokenizer, pieces: Sequence[str]) -> list[list[int]]:
     """Tokens of each piece of a text, as the tokenizer writes the whole.
 
@@ -334,7 +325,7 @@ def _pieces(chat: ChatTokenizer, pieces: Sequence[str]) -> list[list[int]]:
     tokens_of: list[list[int]] = []
     context, known = "", list[int]()  # since the last token that never merges with others
     for piece in pieces:
-        tokens_of.append(_behind(chat, context, known, piece))
+        tokens_of.append(encode_behind(chat, known, piece, context))
         context, known = context + piece, [*known, *tokens_of[-1]]
         if known and known[-1] in chat.added:
             context, known = chat.added[known[-1]], known[-1:]
@@ -344,12 +335,16 @@ def _pieces(chat: ChatTokenizer, pieces: Sequence[str]) -> list[list[int]]:
     return tokens_of
 
 
-def _behind(chat: ChatTokenizer, context: str, known: list[int], piece: str) -> list[int]:
-    """Tokens of a text behind `context`, which has the tokens `known`.
+def encode_behind(chat: ChatTokenizer, before: Sequence[int], piece: str, context: str | None = None) -> list[int]:
+    """Tokens of a text that follows fixed tokens.
 
     A token that would be of both is divided, as it is in generation, which goes on behind the tokens of a prompt.
+
+    Args:
+        context: the text of the tokens `before`; None: as they are spelt out.
     """
-    whole = chat.encode(context + piece)
+    known = list(before)
+    whole = chat.encode((spelled(chat.tokenizer, known) if context is None else context) + piece)
     if whole[: len(known)] == known:
         return whole[len(known) :]
     tokens, text = chat.encode(piece), spelled(chat.tokenizer, known) + piece

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from verl._host.user_calls import UserCode
 from verl.data.files import is_files
 from verl.data.forms import records_of
-from verl.data.loader import PromptLoader, pooled, sources_of
+from verl.data.loader import PromptLoader, sources_of
 from verl.data.prefetch import Loader, Prefetch, RowsAhead, in_time
 from verl.data.prompts import PromptDataset, load_prompts, stream_prompts
 from verl.data.tokenize import Truncation, to_prompts, tokenize_prompts
@@ -91,9 +91,11 @@ def read_ahead(loader: Any, trainer: Loop) -> Any:
     if isinstance(loader, Prefetch):
         loader.prepare, loader.seconds = prepare, trainer.limits.deadline
     elif isinstance(loader, Loader):
-        if not (trainer.needs_previous_step or trainer.mixture.scheduler is not None or pooled(loader)):
+        sources = sources_of(loader).values()
+        is_pooled = any(source.pools is not None for source in sources)
+        if not (trainer.needs_previous_step or trainer.mixture.scheduler is not None or is_pooled):
             return Prefetch(loader, prepare, trainer.limits.deadline)
-        for source in sources_of(loader).values():
+        for source in sources:
             source.reads_ahead = trainer.limits.deadline
     return loader
 

@@ -96,7 +96,7 @@ class InterleavedTrainer(Trainer):
         began = self._begin()
         for name in prompts.sources:
             if name not in self._flights and prompts.shares[name]:
-                position = prompts.position_of(name)
+                position = prompts.state_dict()["tasks"][name]
                 future = begin(self._collect_task(name, prompts.draw(name)))
                 self._flights[name] = _Flight(future, self.actor.policy_version, position)
         version = self.actor.policy_version

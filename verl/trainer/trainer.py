@@ -21,7 +21,7 @@ from verl.algorithms import BaseAlgorithm
 from verl.batch import Batch
 from verl.checkpoint.directory import AutomaticCheckpoints
 from verl.data.buffers import Buffer, MemoryBuffer, make_buffer
-from verl.data.loader import note_scores, pooled
+from verl.data.loader import note_scores, sources_of
 from verl.data.prompts import PromptDataset
 from verl.dataflow.executor import all_of
 from verl.dataflow.graph import Graph
@@ -294,9 +294,10 @@ class Trainer(Loop):
         """
         parts = [(self.tasks[name], drawn) for name, drawn in samples.items()]
         record = joined({task.updater.named(""): task.record(drawn) for task, drawn in parts})
-        if pools := pooled(self._loader):  # which go by how their prompts scored
+        pools = [source.pools for source in sources_of(self._loader).values() if source.pools is not None]
+        if pools:  # which go by how their prompts scored
             scores: dict[str, list[float | None]] = {}
-            for metric in {source.pools.options.metric for source in pools.values() if source.pools}:
+            for metric in {each.options.metric for each in pools}:
                 for task, drawn in parts:
                     scores |= drawn.scores(metric) if task.algorithm.online else {}
             record |= note_scores(self._loader, scores)
