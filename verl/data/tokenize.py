@@ -212,16 +212,6 @@ def encode_plain(chat: ChatTokenizer, text: str, *, closed: bool = False) -> lis
     return [*_begun(chat, chat.encode(text)), *(chat.around[1] if closed else ())]
 
 
-def encode_pair(chat: ChatTokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """Tokens of a plain prompt, and of the response behind it with its end.
-
-    Raises:
-        DataError: the tokenizer has no end.
-    """
-    before, behind = _pieces(chat, [prompt, response])
-    return _begun(chat, before), _ended(chat, behind)
-
-
 def encode_chat(
     chat: ChatTokenizer, messages: Sequence[Any], turns: Sequence[Any], inputs: Mapping[str, Any] | None = None
 ) -> Encoded:
@@ -280,7 +270,8 @@ def encode_row(chat: ChatTokenizer, row: Mapping[str, Any]) -> Encoded:
         turns = json.loads(row["turns"]) if row.get("turns") else [reply]
         return encode_chat(chat, json.loads(row["messages"]), turns, template_inputs(row))
     if row.get("prompt") is not None:
-        prompt, response = encode_pair(chat, row["prompt"], row["response"])
+        before, behind = _pieces(chat, [row["prompt"], row["response"]])
+        prompt, response = _begun(chat, before), _ended(chat, behind)
     elif row.get("prompt_tokens") is not None:
         prompt = row["prompt_tokens"]
         response = _ended(chat, encode_behind(chat, prompt, row["response"]))

@@ -14,7 +14,7 @@ from verl._base.checked import checked
 from verl._base.record import Count
 from verl._host.device import put
 from verl.data.chat import ChatTokenizer
-from verl.data.tokenize import encode_chat, encode_pair, encode_plain
+from verl.data.tokenize import encode_chat, encode_plain, encode_row
 from verl.errors import DataError, ModelError
 from verl.models.heads import SCORE_AT_EOS
 from verl.models.loading import find_tokenizer, load_model, load_tokenizer
@@ -103,15 +103,16 @@ class TextScorer:
         return self.score_tokens(tokens)
 
     def _encode(self, prompt: Any, response: str) -> list[int]:
-        is_chat, pair = isinstance(prompt, list), (prompt or "", response)
+        is_chat = isinstance(prompt, list)
         if self._at_eos:
-            both = encode_chat(self._chat, prompt, [response])[:2] if is_chat else encode_pair(self._chat, *pair)
-            tokens = [*both[0], *both[1]]
+            row = {"prompt": prompt or "", "response": response}
+            start, reply, _ = encode_chat(self._chat, prompt, [response]) if is_chat else encode_row(self._chat, row)
+            tokens = [*start, *reply]
         elif is_chat:
             reply_message = {"role": "assistant", "content": response}
             tokens = self._chat.encode(self._chat.render([*prompt, reply_message], reply=False))
         else:
-            tokens = encode_plain(self._chat, "".join(pair), closed=True)
+            tokens = encode_plain(self._chat, (prompt or "") + response, closed=True)
         if not tokens:
             raise DataError("a prompt and a response that are both empty cannot be scored")
         return list(tokens if self.max_length is None else tokens[-self.max_length :])
