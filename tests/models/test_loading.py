@@ -47,7 +47,7 @@ def saved(llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: 
 
 def last_values(model: ValueModel, ids: list[int]) -> torch.Tensor:
     flat = pack_rows([ids], [[]])
-    return model.predict(PackedModel(model.backbone).hidden(flat.tokens, flat.positions, flat.context))
+    return model.score(PackedModel(model.backbone).hidden(flat.tokens, flat.positions, flat.context))
 
 
 def test_a_saved_directory_comes_back(saved: Path, llama: PreTrainedModel) -> None:

@@ -224,7 +224,7 @@ def test_hidden_states_have_the_width_that_is_seen() -> None:
     assert (log_probs(packed, flat) - plain_log_probs(model, PROMPTS, RESPONSES)).abs().max() < 1e-10
     critic = ValueModel.from_model(model)
     assert critic.score.weight.shape == (1, 16)
-    assert critic.predict(packed.hidden(flat.tokens, flat.positions, flat.context)).shape == flat.tokens.shape
+    assert critic.score(packed.hidden(flat.tokens, flat.positions, flat.context)).shape == flat.tokens.shape
 
 
 def test_a_backbone_of_another_name_than_the_class_says_is_found() -> None:

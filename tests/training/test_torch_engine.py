@@ -429,7 +429,7 @@ def test_scores_are_read_at_the_last_token_and_train() -> None:
     expected = []
     for row in batch:
         tokens = torch.tensor([row["prompt_tokens"] + row["response_tokens"]])
-        expected.append(model.predict(model.backbone(input_ids=tokens)[0][0, -1:])[0])
+        expected.append(model.score(model.backbone(input_ids=tokens)[0][0, -1:])[0])
     torch.testing.assert_close(
         engine.predict(batch, ("scores",))["scores"], torch.stack(expected).detach(), rtol=1e-10, atol=1e-10
     )

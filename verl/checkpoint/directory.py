@@ -14,7 +14,7 @@ from verl._base.checked import checked
 from verl._base.durable import clear_staging, link_atomic, remove, staging_of
 from verl._base.record import Count
 from verl.checkpoint import state
-from verl.checkpoint.store import MANIFEST, Checkpoint, SaveResult, Saving, Writer, load_checkpoint, reason
+from verl.checkpoint.store import MANIFEST, Checkpoint, SaveResult, Saving, load_checkpoint, reason
 from verl.cluster.controller import start
 from verl.errors import CheckpointError, ConfigError, DamagedCheckpointError, VerlError
 
@@ -67,7 +67,7 @@ class CheckpointStore:
         step: int,
         files: Mapping[str, Any],
         identity: Mapping[str, str] | None = None,
-        writers: Sequence[Writer] = (),
+        writers: Sequence[state.RoleWriter] = (),
     ) -> Saving:
         """Begin to save a checkpoint under the step's name; older checkpoints go once this one is safe.
 

@@ -16,6 +16,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def identity(trainer: Loop) -> dict[str, str]:
     return parts
 
 
-def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[store.Writer]]:
+def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any], dict[str, str], list[RoleWriter]]:
     """The arguments of `save_checkpoint`: files, the identity, and the ranks of each role as writers.
 
     Args:
@@ -130,26 +131,40 @@ def contents(trainer: Loop, *, background: bool = False) -> tuple[dict[str, Any]
     }
     if any((layers := layer_changes(actor.modules)).values()):
         files["actor/layers.json"] = layers
-    return files, identity(trainer), [*writers]
+    return files, identity(trainer), writers
 
 
+@dataclass
 class RoleWriter:
-    """The ranks of a role as writers of a checkpoint; see `Writer`.
+    """The ranks of a role, which write their shards of tensors into a checkpoint.
 
     Attributes:
         meta: the role's state besides tensors, once it has begun.
     """
 
-    def __init__(self, role: str, handle: Actor | Critic, background: bool) -> None:
-        self.role, self._handle, self._background = role, handle, background
-        self.meta: dict[str, Any] = {}
+    role: str
+    handle: Actor | Critic
+    background: bool
+    meta: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, folder: Path) -> None:
+        """Begin to write into a staging directory.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
         (folder / self.role).mkdir(exist_ok=True)
-        self.meta = self._handle.save(str(folder / self.role), self._background)
+        self.meta = self.handle.save(str(folder / self.role), self.background)
 
     def end(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        reports = self._handle.group.call(TrainedWorker.saved, wait)
+        """`sha256` and `size` of every file, by its path in the directory; None: not all are written, and it shall not
+        wait.
+
+        Raises:
+            OSError: the disk did not take it.
+            CheckpointError: a content that a checkpoint cannot hold.
+        """
+        reports = self.handle.group.call(TrainedWorker.saved, wait)
         for rank in reports or ():
             if "errno" in rank:
                 raise OSError(rank["errno"], rank["error"], rank["file"])

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,6 +39,9 @@ from verl.batch import Batch
 from verl.errors import CheckpointError, DamagedCheckpointError, DataError
 from verl.weights.shard import Shard
 from verl.weights.tensor_files import files_of, read_shards, write_shards
+
+if TYPE_CHECKING:
+    from verl.checkpoint.state import RoleWriter
 
 MANIFEST = "manifest.json"
 #: Directory of the tokenizer.
@@ -55,26 +58,6 @@ class SaveResult:
 
     def __bool__(self) -> bool:
         return self.error is None
-
-
-class Writer(Protocol):
-    """Writes its own files of a checkpoint, as the ranks of a role write their shards of tensors."""
-
-    def begin(self, folder: Path) -> None:
-        """Begin to write into a staging directory.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
-
-    def end(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """`sha256` and `size` of every file, by its path in the directory; None: not all are written, and it shall not
-        wait.
-
-        Raises:
-            OSError: the disk did not take it.
-            CheckpointError: a content that a checkpoint cannot hold.
-        """
 
 
 class Saving:
@@ -94,7 +77,7 @@ class Saving:
         step: int,
         files: Mapping[str, Any],
         identity: Mapping[str, str],
-        writers: Sequence[Writer] = (),
+        writers: Sequence[RoleWriter] = (),
         on_end: Callable[[SaveResult], object] = lambda result: None,
     ) -> None:
         self.path, self.step, self._writers, self._on_end = path.absolute(), step, [*writers], on_end
@@ -289,7 +272,7 @@ def save_checkpoint(
     step: Natural,
     files: Mapping[str, Any],
     identity: Mapping[str, str] | None = None,
-    writers: Sequence[Writer] = (),
+    writers: Sequence[RoleWriter] = (),
 ) -> SaveResult:
     """Write a checkpoint directory, replacing a checkpoint that is there and nothing else. A full or read-only disk
     raises nothing: the result says what happened, and the old checkpoint is untouched.
@@ -299,7 +282,7 @@ def save_checkpoint(
             name, or a list of shards. A function is called for its content when its turn comes, after all writers have
             begun. "x/": a function that writes the directory whose path it is given.
         identity: what a reader must have in common with this run; see `model_identity`.
-        writers: what else writes files.
+        writers: what else writes files: the ranks of each role.
 
     Raises:
         CheckpointError: a name or a content that a checkpoint cannot hold, such as a tensor that is not finite; or what

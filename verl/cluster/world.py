@@ -72,7 +72,7 @@ class World(RankWorker):
             size=len(ranks),
             device=self.device,
             trainer=ranks.index(role.mesh("train").answering()[0]),
-            meshes={name: mesh for name, mesh in meshes.items() if self.rank in mesh},
+            meshes={name: mesh for name, mesh in meshes.items() if self.rank in mesh.ranks},
             groups=groups,
             parts={part: group for part, group in parts.items() if self.rank in part},
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.nn.functional import l1_loss
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.attention.segments import pack_rows
@@ -167,19 +168,19 @@ def _try_out(model: Any, form: str) -> None:
         with lora.adapters_off(model, first):
             after = outputs(model)
     for how, result in (("merged into their layers", merged), ("opened again over their base", exported)):
-        if not _mean(result, live) <= rounding:
+        if not l1_loss(result, live) <= rounding:
             raise ModelError(
                 f"adapters of this form ({form}) cannot be exported: {how}, the model's outputs differ by "
-                f"{_mean(result, live):.3g} on average"
+                f"{l1_loss(result, live):.3g} on average"
             )
-    if not _mean(after, base) <= rounding:
+    if not l1_loss(after, base) <= rounding:
         raise ModelError(
             f"adapters of this form ({form}) change their base: its outputs move with training, by "
-            f"{_mean(after, base):.3g} on average, so there is no reference policy"
+            f"{l1_loss(after, base):.3g} on average, so there is no reference policy"
         )
-    if not torch.isfinite(live).all() or not _mean(live, before) > 0:
+    if not torch.isfinite(live).all() or not l1_loss(live, before) > 0:
         raise ModelError(f"adapters of this form ({form}) change nothing when their weights do")
-    if not (gap := _mean(before, base)) <= rounding:
+    if not (gap := l1_loss(before, base)) <= rounding:
         (config,) = inner.peft_config.values()
         random = [key for key in ("init_lora_weights", "init_weights") if getattr(config, key, True) is False]
         if random:
@@ -209,10 +210,6 @@ def _exported(model: Any, plain: Any) -> torch.Tensor:
     with TemporaryDirectory() as folder:
         lora.save_adapter(model, folder)
         return outputs(PeftModel.from_pretrained(plain, folder, autocast_adapter_dtype=False), tokens)
-
-
-def _mean(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().mean())
 
 
 @contextmanager

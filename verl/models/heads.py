@@ -76,10 +76,6 @@ class ValueModel(nn.Module):
     def backbone(self) -> PreTrainedModel:
         return cast(PreTrainedModel, self._modules[self.prefix])
 
-    def predict(self, hidden: Tensor) -> Tensor:
-        """The head's numbers `[N]` for final hidden states `[N, d]`, in the dtype of the head."""
-        return cast(Tensor, self.score(hidden))
-
 
 def score_model(model: Any) -> Any:
     """A model under a score head: its own, or a new one, without a bias as a sequence classifier has it."""
@@ -136,6 +132,8 @@ def width_of(backbone: PreTrainedModel) -> int:
 
 
 class _Head(nn.Linear):
+    """A number `[N]` for each of final hidden states `[N, d]`, in the dtype of the head."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         # A sum of products instead of a matrix product: autocast leaves it in full precision.
         values = (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1)

@@ -106,7 +106,7 @@ def to_int4(model: Any) -> Tensor:
     Raises:
         ModelError: it has no linear layer that can be quantised.
     """
-    from verl.models.outputs import LENGTH, is_scalar, outputs  # which loads transformers
+    from verl.models.outputs import LENGTH, outputs  # which loads transformers
 
     expected, before = outputs(model), weight_bytes(model)
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -121,7 +121,7 @@ def to_int4(model: Any) -> Tensor:
     logger.info(
         "%s in int4: on a probe of %d tokens %s differ from those in full precision by %.3g on average, %.3g at most; "
         "its weights take %.1f MB, before %.1f",
-        *(type(model).__name__, 2 * LENGTH, "scores" if is_scalar(model) else "log-probs"),
+        *(type(model).__name__, 2 * LENGTH, "scores" if output is None else "log-probs"),
         *(float(gap.mean()), float(gap.max()), weight_bytes(model) / 1e6, before / 1e6),
     )
     return gap

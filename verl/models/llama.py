@@ -14,7 +14,7 @@ Legend: T flat tokens, d hidden size, I intermediate size, H query heads, K key/
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,15 +45,14 @@ _PARAMETERS = frozenset(
 ) - {f"{name}.bias" for name in _NORMS}
 
 
+@dataclass(eq=False)
 class FusedLayers:
-    """The forward of a Llama-shaped backbone, differentiable once.
+    """The forward of a Llama-shaped backbone, differentiable once."""
 
-    Args:
-        calls: scale and window of each layer's attention.
-    """
-
-    def __init__(self, packed: PackedModel, compiled: Kernels, calls: dict[int, tuple[float, int | None]]) -> None:
-        self._packed, self._kernels, self._calls = packed, compiled, calls
+    _packed: PackedModel
+    _kernels: Kernels
+    #: Scale and window of each layer's attention.
+    _calls: dict[int, tuple[float, int | None]]
 
     @classmethod
     @torch.no_grad()
@@ -203,14 +202,13 @@ def _layer_calls(
 ) -> list[tuple[int, Tensor, dict[str, Any]]]:
     """How the model calls its layers: index, input `[T, d]`, keyword arguments."""
     calls: list[tuple[int, Tensor, dict[str, Any]]] = []
-
-    def note(index: int, layer: Any, args: tuple[Tensor, ...], options: dict[str, Any]) -> None:
-        calls.append((index, args[0][0], options))
-
     layers: Any = packed.backbone.layers
     with ExitStack() as hooks:
         for index, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(partial(note, index), with_kwargs=True))
+            note = layer.register_forward_pre_hook(
+                lambda _, args, options, i=index: calls.append((i, args[0][0], options)), with_kwargs=True
+            )
+            hooks.enter_context(note)
         packed.packed_hidden(tokens, positions, context)
     return calls
 

@@ -57,8 +57,9 @@ def token_log_probs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: score greedy samples at 1")
-    cut = _Cut.of(weight)
-    if cut is not None:
+    cut = None
+    if (mesh := getattr(weight, "device_mesh", None)) is not None:
+        cut = _Cut(mesh.get_group(), rows_of(weight))
         hidden, weight = shared(hidden, cut.group), _local(weight)
         bias = None if bias is None else local_part(bias)
     chunk = max(1, HeadSizes.on(weight.device).chunk // weight.shape[0])  # tokens at a time
@@ -73,13 +74,6 @@ class _Cut(NamedTuple):
 
     group: Any
     rows: range
-
-    @classmethod
-    def of(cls, weight: Any) -> _Cut | None:
-        """None: all rows are here."""
-        if not hasattr(weight, "placements"):
-            return None
-        return cls(weight.device_mesh.get_group(), rows_of(weight))
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Which targets have their row here, and the rows of all: any row for a target that is elsewhere."""

@@ -27,7 +27,6 @@ from verl.models.int4 import Int4Linear
 from verl.models.options import LoraOptions
 from verl.weights.layout import ModelShape
 from verl.weights.shard import Shape, Shard, blocks_of, local_part
-from verl.weights.shards import is_on_meta
 
 _TRAINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: The number of a layer in the name of a module, as peft finds it, and the name of the list that holds it.
@@ -49,7 +48,7 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     """
     if has_adapters(model):
         raise ConfigError("model.lora: the model has adapters already, which are trained: leave lora out")
-    peft, inner = _peft(), _inner(model)
+    peft, inner = load_extra("peft", "lora", "model.lora"), _inner(model)
     targets = "all-linear" if options.targets == ("all-linear",) else list(options.targets)
     base = getattr(inner, "name_or_path", None) or None
     config = peft.LoraConfig(
@@ -57,7 +56,8 @@ def add_lora(model: nn.Module, options: LoraOptions, seed: int = 0) -> None:
     )
     if targets != "all-linear":
         check_known("model.lora.targets: the model has no", targets, _ends(_modules(inner), targets))
-    with torch.random.fork_rng(), torch.device("meta") if is_on_meta(model) else nullcontext():
+    on_meta = any(weight.is_meta for weight in model.parameters())
+    with torch.random.fork_rng(), torch.device("meta") if on_meta else nullcontext():
         torch.manual_seed(seed)
         try:
             _inject(inner, config, "default", inner.dtype)
@@ -144,7 +144,8 @@ def change_layers(model: Any, saved: Mapping[str, Any]) -> None:
             inner.set_submodule(name, empty.to(layer.weight.device))
         if (adapters := saved["adapters"]) is not None:
             with torch.random.fork_rng():
-                config = _peft().PeftConfig.from_peft_type(**adapters["config"])
+                peft = load_extra("peft", "lora", "model.lora")
+                config = peft.PeftConfig.from_peft_type(**adapters["config"])
                 _inject(inner, config, adapters["name"], getattr(torch, adapters["dtype"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"the layers cannot be made on this {type(inner).__name__}: {error}") from error
@@ -332,10 +333,12 @@ def _changed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:
+    from peft import inject_adapter_in_model
+
     before = set(model.parameters())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out")  # which peft sets itself
-        _peft().inject_adapter_in_model(config, model, adapter_name=name)
+        inject_adapter_in_model(config, model, adapter_name=name)
     for weight in set(model.parameters()) - before:
         weight.data = weight.data.to(dtype)
     model._hf_peft_config_loaded = True  # its own `save_pretrained` writes the adapters
@@ -343,7 +346,3 @@ def _inject(model: Any, config: Any, name: str, dtype: torch.dtype) -> None:
 
 def _inner(model: Any) -> Any:
     return getattr(model, "backbone", model)
-
-
-def _peft() -> Any:
-    return load_extra("peft", "lora", "model.lora")

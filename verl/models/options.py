@@ -11,12 +11,9 @@ from verl._base.record import Count, Record, Strings, cost, limit, result, wrong
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-def full_name(dtype: object) -> object:
-    """A dtype's name as torch has it: "bfloat16" for "bf16"."""
-    return _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype
-
-
-Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"], BeforeValidator(full_name)]
+#: Makes a dtype's name the one that torch has: "bfloat16" of "bf16".
+FULL_NAME = BeforeValidator(lambda dtype: _SHORT.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+Dtype = Annotated[Literal["auto", "float64", "float32", "bfloat16", "float16", "int4"], FULL_NAME]
 #: The full names of dtypes, as settings have them.
 DTYPES: tuple[str, ...] = get_args(get_args(Dtype)[0])
 

@@ -26,16 +26,12 @@ def outputs(model: Any, tokens: Tensor | None = None) -> Tensor:
     with evaluating(model):
         if hasattr(model, "backbone"):
             hidden_RTD = model.backbone(input_ids=ids, use_cache=False)[0]
-            result = model.predict(hidden_RTD.flatten(0, 1))
+            result = model.score(hidden_RTD.flatten(0, 1))
         else:
             result = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     result = result if result.dtype == torch.float64 else result.float()
-    return cast(Tensor, result if is_scalar(model) else result.log_softmax(-1))
-
-
-def is_scalar(model: Any) -> bool:
-    """Whether it gives numbers, not log-probs."""
-    return not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None
+    has_vocabulary = hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is not None
+    return cast(Tensor, result.log_softmax(-1) if has_vocabulary else result)
 
 
 def probe_tokens(model: Any) -> Tensor:

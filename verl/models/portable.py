@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from verl.weights.shards import load_model_shards, model_shards
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
+@dataclass(eq=False)
 class PortableModel:
     """Holds a transformers model or a `ValueModel`: in this process the model itself, where it is unpickled a new one
     that is equal in every weight."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    model: Any
 
     def __reduce__(self) -> tuple[Callable[..., PortableModel], tuple[Any, ...]]:
         return PortableModel.of_parts, (self.parts(),)

@@ -79,7 +79,7 @@ class ModelFiles:
         model = score_model(model) if self.kind == "score" else model
         if self.lora is not None:
             add_lora(model, self.lora, self.seed)
-        no_forks(model, lambda model: model.parameters())
+        no_forks[model] = lambda model: model.parameters()
         return model
 
     def by_parts(self, model: Any) -> Callable[[Any], Iterator[Shard]]:

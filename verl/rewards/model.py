@@ -16,7 +16,7 @@ from verl._host.device import put
 from verl.data.chat import ChatTokenizer
 from verl.data.tokenize import encode_chat, encode_plain, encode_row
 from verl.errors import DataError, ModelError
-from verl.models.heads import SCORE_AT_EOS
+from verl.models.heads import SCORE_AT_EOS, ValueModel
 from verl.models.loading import find_tokenizer, load_model, load_tokenizer
 from verl.models.packed import evaluating
 from verl.models.portable import PortableModel
@@ -87,7 +87,7 @@ class TextScorer:
         model = self.source.model if isinstance(self.source, PortableModel) else self.source
         if not hasattr(model, "forward"):
             model = load_model(self.source, dtype=self.dtype, kind="classifier")
-        if getattr(model.config, "num_labels", 1) != 1 and not hasattr(model, "predict"):
+        if getattr(model.config, "num_labels", 1) != 1 and not isinstance(model, ValueModel):
             raise ModelError(f"a reward model has one label, this one has {model.config.num_labels}")
         tokenizer = find_tokenizer(model) if self.tokenizer is None else self.tokenizer
         self._chat = ChatTokenizer(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
@@ -159,8 +159,8 @@ class TokenScorer:
 
     def _heads(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Scores `[B]` of right-padded ids `[B, T]`."""
-        if not hasattr(self.model, "predict"):
+        if not isinstance(self.model, ValueModel):
             return self.model(input_ids=ids, attention_mask=mask).logits[:, 0]  # type: ignore[no-any-return]
         hidden = self.model.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         rows = torch.arange(len(ids), device=ids.device)
-        return self.model.predict(hidden[rows, mask.sum(-1) - 1])  # type: ignore[no-any-return]
+        return self.model.score(hidden[rows, mask.sum(-1) - 1])  # type: ignore[no-any-return]

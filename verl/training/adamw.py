@@ -59,7 +59,7 @@ class SplitAdamW:
         tensors = zip(*(zeros_like(lives, kind) for kind in kinds.values()), strict=True)
         self._states = {weight: dict(zip(kinds, of, strict=True)) for weight, of in zip(weights, tensors, strict=True)}
         self._steps = dict.fromkeys(weights, 0)
-        no_forks(self, lambda rule: chain(*(state.values() for state in rule._states.values())))
+        no_forks[self] = lambda rule: chain(*(state.values() for state in rule._states.values()))
 
     @torch.no_grad()
     def step(self, lr: float, gradient_scale: float) -> None:

@@ -97,10 +97,10 @@ class Forward(nn.Module):
         if self.stage is not None and self.stage.outgoing is not None:
             return {"hidden": self.stage.outgoing}
         if self.head == "score":
-            return {"scores": flat.gather(self.model.predict(take_rows(hidden, flat.last)))}
+            return {"scores": flat.gather(self.model.score(take_rows(hidden, flat.last)))}
         hidden = take_rows(hidden, flat.predict)
         if self.head == "value":
-            return {"values": flat.gather(self.model.predict(hidden))}
+            return {"values": flat.gather(self.model.score(hidden))}
         seen = None
         if "statistics" in want:
             seen = hidden.new_zeros((3, len(hidden)), dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -94,7 +94,7 @@ class MixedPrecisionOptimizer:
         else:
             _take_over(optimizer, {weight.live: master for weight, master in self._masters.items()})
         self._scheduler = scheduler if scheduler is None or hasattr(scheduler, "step") else scheduler(self._optimizer)
-        no_forks(self, lambda masters: (value for *_, value in masters._of_masters() if isinstance(value, Tensor)))
+        no_forks[self] = lambda masters: (value for *_, value in masters._of_masters() if isinstance(value, Tensor))
 
     @property
     def lr(self) -> float:

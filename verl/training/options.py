@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from verl._base.combinations import check, named
 from verl._base.names import check_known
 from verl._base.record import AsTuple, Count, FunctionPath, Natural, Record, Share, Strings, cost, result, wrong
 from verl.errors import ConfigError
-from verl.models.options import full_name
+from verl.models.options import FULL_NAME
 from verl.weights.layout import PARALLEL, Layout, ModelShape
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -61,7 +61,7 @@ class OptimConfig(Record):
             )
 
 
-_Dtype = Annotated[Literal["bfloat16", "float32"], BeforeValidator(full_name)]
+_Dtype = Annotated[Literal["bfloat16", "float32"], FULL_NAME]
 
 
 class WrapPolicy(Record):

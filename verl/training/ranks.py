@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -183,7 +183,10 @@ class LocalWeights:
     Attributes:
         specs: every weight of the model, by checkpoint name; equal on all ranks.
         released: weights whose memory is freed, and its bytes.
+        keeps_memory: no weight has memory of its own that could be freed.
     """
+
+    keeps_memory: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, whole: WholeModel, dtypes: Mapping[str, torch.dtype], ranks: Ranks) -> None:
         self._shapes = whole.shapes
@@ -240,11 +243,14 @@ class LocalWeights:
         Returns:
             Bytes freed; 0 where it keeps the shard: the live one is wider than `specs`, or shares its memory.
         """
+        if self.keeps_memory:
+            return 0
         weights = dict(named_weights(self._model))
         if not self.released:
-            self._users = Counter(_storage(weight)._cdata for weight in weights.values())
+            self._users = Counter(local_part(w.detach()).untyped_storage()._cdata for w in weights.values())
         weight = weights[name].detach()
-        local, storage = local_part(weight), _storage(weight)
+        local = local_part(weight)
+        storage = local.untyped_storage()
         is_shared = self._users[storage._cdata] > 1 or (storage.nbytes() > local.nbytes and not sharded_dims_of(weight))
         if is_shared or not storage.resizable() or self.specs[name].dtype != local.dtype or not local.numel():
             return 0
@@ -259,7 +265,7 @@ class LocalWeights:
             CheckpointError: a shard did not come whole.
         """
         weight = dict(named_weights(self._model))[name].detach()
-        _storage(weight).resize_(self.released.pop(name))
+        local_part(weight).untyped_storage().resize_(self.released.pop(name))
         fill_weights({name: [*self.blocks(weight)]}, shards, self._shapes, {}, type(self._model).__name__)
 
     def check_present(self) -> None:
@@ -270,7 +276,3 @@ class LocalWeights:
                 f"the memory of '{first}' and {more} more weights is released while the generation layout has them: "
                 "release() the generation weights before the training engine is used"
             )
-
-
-def _storage(weight: Tensor) -> torch.UntypedStorage:
-    return local_part(weight.detach()).untyped_storage()

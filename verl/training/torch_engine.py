@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,9 @@ def parallelize(forward: Forward, ranks: Ranks, config: FSDPConfig, *, trains: b
 
         expert(forward, ranks, parallel)
     if layout.sp > 1:
-        from verl.training.parallel.sequence import sequence
+        from verl.training.parallel.sequence import sliced
 
-        sequence(forward, ranks)
+        forward.slicing = partial(sliced, group=ranks.group("sp"), per_row=forward.head == "score")
     if layout.shard > 1:
         shard(forward, ranks, parallel, config, trains=trains)
     over = ("sp", "ep") if layout.shard > 1 else ("replicate", "sp", "ep")  # FSDP adds up over replicas itself

@@ -231,9 +231,6 @@ class Mesh:
                     )
             stride *= size
 
-    def __contains__(self, rank: object) -> bool:
-        return rank in self.ranks
-
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where a rank of the mesh stands along each dimension."""
         rest, along = self.ranks.index(rank), {}

@@ -84,7 +84,7 @@ class ReshardPlan:
     def held(self, rank: int, name: str) -> tuple[ShardSlice, ...]:
         """The blocks of a rank's part of a weight in the source."""
         spec = self.specs[name]
-        if rank not in self.source or not _holds(spec, self.source.coordinate(rank)["pp"]):
+        if rank not in self.source.ranks or (spec.stages and self.source.coordinate(rank)["pp"] not in spec.stages):
             return ()
         return shard_slices(spec.shape, spec.sharded_dims, self.source.layout.sizes, self.source.coordinate(rank))
 
@@ -106,14 +106,12 @@ class ReshardPlan:
 
     def _stage_holds(self, rank: int, name: str) -> bool:
         """Whether the target's stage of a rank has a weight: stages of the source that follow each other are one."""
-        if rank not in self.target:
+        if rank not in self.target.ranks:
             return False
-        stages = self.target.layout.pp
-        if stages == 1:
-            return True
-        joined = self.source.layout.pp // stages
+        stages = self.specs[name].stages
+        joined = self.source.layout.pp // self.target.layout.pp
         first = self.target.coordinate(rank)["pp"] * joined
-        return any(_holds(self.specs[name], stage) for stage in range(first, first + joined))
+        return not stages or any(stage in stages for stage in range(first, first + joined))
 
     def _transfers(self, rank: int, item: RowSlice) -> Iterator[SliceTransfer]:
         spec = self.specs[item.name]
@@ -130,17 +128,14 @@ class ReshardPlan:
     def _holders(self, rank: int, spec: WeightSpec) -> Iterator[tuple[int, ShardSlice]]:
         """All blocks of a weight, each once, and of the ranks that have it in the source the one nearest to `rank`:
         itself if it is one of them, else one of its own replica."""
-        layout = self.source.layout
-        if rank in self.source:
-            near = self.source.coordinate(rank)
-        else:
-            near = self.source.coordinate(self.source.ranks[self.target.ranks.index(rank) % self.source.size])
-        if not _holds(spec, near["pp"]):
+        ranks, layout = self.source.ranks, self.source.layout
+        near = self.source.coordinate(rank if rank in ranks else ranks[self.target.ranks.index(rank) % len(ranks)])
+        if spec.stages and near["pp"] not in spec.stages:
             near = {**near, "pp": min(spec.stages, key=lambda stage: abs(stage - near["pp"]))}
         dims = [cut.dim for cut in spec.sharded_dims]
         for index in product(*(range(layout.sizes[dim]) for dim in dims)):
             coordinate = {**near, **dict(zip(dims, index, strict=True))}
-            holder = self.source.ranks[layout.index(coordinate)]
+            holder = ranks[layout.index(coordinate)]
             for block in shard_slices(spec.shape, spec.sharded_dims, layout.sizes, coordinate):
                 yield holder, block
 
@@ -193,7 +188,3 @@ def _sized_rows(
         row = max(1, spec.nbytes // max(rows * row_parts, 1))
         step = max(1, limit // row) if part > limit else rows
         yield from ((RowSlice(name, low, min(low + step, rows)), part) for low in range(0, rows, step))
-
-
-def _holds(spec: WeightSpec, stage: int) -> bool:
-    return not spec.stages or stage in spec.stages

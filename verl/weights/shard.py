@@ -124,18 +124,14 @@ class WeightSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
 class Stream(Iterable[Shard]):
-    """Shards that are made when they are iterated over, each time again.
+    """Shards that are made when they are iterated over, each time again: `begin` begins the stream."""
 
-    Args:
-        begin: begins the stream.
-    """
-
-    def __init__(self, begin: Callable[[], Iterator[Shard]]) -> None:
-        self._begin = begin
+    begin: Callable[[], Iterator[Shard]]
 
     def __iter__(self) -> Iterator[Shard]:
-        return self._begin()
+        return self.begin()
 
 
 def names_digest(names: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -28,8 +29,8 @@ from verl.weights.shard import Blocks, Shape, Shard, Slice, blocks_of
 _VOCABULARY = 64
 #: Bytes of a tensor above which a fork gives it back.
 _LARGE = 1 << 20
-#: What a fork of this process does without: tensors that training made, none of the user's.
-_owners: weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[Any]]] = weakref.WeakKeyDictionary()
+#: The tensors of objects that forks of this process do without: training made them, none is the user's.
+no_forks: weakref.WeakKeyDictionary[Any, Callable[[Any], Iterable[Any]]] = weakref.WeakKeyDictionary()
 
 
 def tied(weights: Mapping[str, Tensor]) -> list[list[str]]:
@@ -93,12 +94,12 @@ def overlap(offset: Shape, target: Tensor, shard: Shard) -> tuple[Tensor, Tensor
     return common.of(target, offset), common.of(shard.tensor, shard.offset)
 
 
+@dataclass
 class HeldShards:
     """The shards of a rank. Its iterator is advanced only as far as it must be: some are made on the way."""
 
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        self._coming: Iterator[Shard] = iter(shards)
-        self._by_name: dict[str, list[Shard]] = {}
+    _coming: Iterator[Shard]
+    _by_name: dict[str, list[Shard]] = field(default_factory=dict)
 
     def find(self, name: str, wanted: Slice) -> Tensor:
         """A slice of a weight: a view of one shard, or a copy put together from several.
@@ -207,10 +208,6 @@ def _check(shard: Shard, shapes: Mapping[str, Shape], model: str) -> None:
         raise CheckpointError(f"a shard of '{shard.name}' at {list(shard.offset)} reaches outside the weight")
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    return any(weight.is_meta for weight in model.parameters())
-
-
 def on_meta(make: Callable[[], Any], device: torch.device | str = "cpu") -> Any:
     """A transformers model without weights. Its buffers are on `device`, filled by the model's own code."""
     with torch.device("meta"):
@@ -311,16 +308,11 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return tuple(kinds)
 
 
-def no_forks(owner: Any, tensors: Callable[[Any], Iterable[Any]]) -> None:
-    """Have forks of this process do without the tensors of an object, as `tensors(owner)` gives them then."""
-    _owners[owner] = tensors
-
-
 def release_in_fork() -> None:
-    """Give back the memory of these tensors."""
+    """Give back the memory of the tensors in `no_forks`."""
     # A fork shares this process's memory until one of the two writes to it. Weights that are trained here would be
     # copied, page by page, for a process that never reads them.
-    for owner, tensors in list(_owners.items()):
+    for owner, tensors in list(no_forks.items()):
         for weight in tensors(owner):
             for tensor in (weight, weight.grad):
                 with suppress(Exception):  # what cannot be given back stays

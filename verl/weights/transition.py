@@ -66,7 +66,7 @@ class Transfer:
     ) -> None:
         self._incoming, self._outgoing = plan.incoming(rank), plan.outgoing(rank)
         self._plan, self._rank, self._group = plan, rank, group
-        self._shards = HeldShards(shards)
+        self._shards = HeldShards(iter(shards))
         self._buffers, self._device, self._begin, self._end = buffers, device, begin, end
         self.received = self.sent = self.staged = 0
 

@@ -43,7 +43,7 @@ def broadcast_shards(shards: Iterable[Shard], group: Any) -> Iterator[Shard]:
     # Every rank goes through the weights in the order of the gathered outlines, which is equal on all of them, whatever
     # order its own shards come in: a broadcast matches the call that its peers make at the same time, not a name. Of
     # equal shards the rank listed first sends.
-    held_here = HeldShards(shards)
+    held_here = HeldShards(iter(shards))
     for name, held_by in holders.items():
         whole = [(rank, shard) for rank, shard in held_by if shard.is_whole]
         if len(whole) == dist.get_world_size(group):

@@ -88,14 +88,13 @@ class DeepSpeedEngine(TrainEngine):
 class ZeroWeights(LocalWeights):
     """The weights that DeepSpeed has flattened: whole, or in stage 3 a run of each one's elements."""
 
+    keeps_memory = True  # it is shared with what DeepSpeed has flattened
+
     def sharded_dims(self, weight: Tensor) -> Sequence[ShardedDim]:
         return (ShardedDim("shard", None),) if hasattr(weight, "ds_tensor") else ()
 
     def blocks(self, weight: Tensor) -> Blocks:
         return run_blocks(tuple(getattr(weight, "ds_shape", weight.shape)), *held_run(weight))
-
-    def release(self, name: str) -> int:
-        return 0  # their memory is shared with what DeepSpeed has flattened
 
 
 class _ZeroSchedule(Schedule):
@@ -130,9 +129,6 @@ class MasterSlice:
     def of(self, flat: Tensor) -> Tensor:
         """The piece of a tensor that is laid out like `flat`."""
         return flat[self.flat_start : self.flat_start + self.size]
-
-    def blocks(self, flat: Tensor) -> Blocks:
-        return run_blocks(self.shape, self.start, self.of(flat))
 
 
 class ZeroAdamW(torch.optim.AdamW):
@@ -197,7 +193,7 @@ class ZeroAdamW(torch.optim.AdamW):
         for part in self.slices:
             yield Shard.whole(f"{part.name}.step", self.state[part.flat]["step"])
             for key, tensor in self._state_of(part):
-                for offset, block in part.blocks(tensor):
+                for offset, block in run_blocks(part.shape, part.start, part.of(tensor)):
                     yield Shard(f"{part.name}.{key}", part.shape, offset, block)
 
     def _state_of(self, part: MasterSlice) -> Iterator[tuple[str, Tensor]]:
@@ -216,7 +212,7 @@ class ZeroAdamW(torch.optim.AdamW):
             if shard.name not in targets:  # steps, and masters of weights in full precision
                 return sizes.get(name, 0)
             part, tensor = targets[shard.name]
-            return fill_blocks(part.blocks(tensor), shard)
+            return fill_blocks(run_blocks(part.shape, part.start, part.of(tensor)), shard)
 
         names = fill_state(shards, {name: (shape, sizes.get(name, 0)) for name, shape in shapes.items()}, fill)
         check_masters({part.name: torch.empty(0, dtype=part.dtype) for part in self.slices}, names)

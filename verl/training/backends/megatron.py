@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,8 @@ def _parallel(forward: Forward, model: MegatronModel, whole: WholeModel, ranks: 
 class MegatronWeights(LocalWeights):
     """The weights of the checkpoint in the parameters of Megatron's layers, which fuse and pad them."""
 
+    keeps_memory = True  # a parameter holds several weights, or a part of one
+
     def __init__(self, model: MegatronModel, whole: WholeModel, ranks: Ranks) -> None:
         self._model, self._shapes, self.released = model, whole.shapes, {}
         #: Weight of the checkpoint -> the parameters here that have some of it, and what.
@@ -113,11 +115,8 @@ class MegatronWeights(LocalWeights):
 
     def shards(self) -> Iterator[Shard]:
         for name, weight in self._model.named_parameters():
-            yield from self._shards_of(name, weight.detach())
-
-    def _shards_of(self, name: str, tensor: Tensor, state: str = "") -> Iterator[Shard]:
-        for block in self._model.blocks[name]:
-            yield Shard(block.name + state, block.shape, block.offset, block.of(tensor))
+            for block in self._model.blocks[name]:
+                yield Shard(block.name, block.shape, block.offset, block.of(weight.detach()))
 
     def load(self, shards: Iterable[Shard]) -> None:
         weights = {name: weight.detach() for name, weight in self._model.named_parameters()}
@@ -127,15 +126,13 @@ class MegatronWeights(LocalWeights):
         }
         fill_weights(blocks, shards, self._shapes, {}, "model")
 
-    def release(self, name: str) -> int:
-        return 0  # a parameter holds several weights, or a part of one
-
     def state_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
         weights = dict(self._model.named_parameters())
         for full_name, tensor in tensors:
             name, _, key = full_name.rpartition(".")
             if tensor.shape == weights[name].shape:
-                yield from self._shards_of(name, tensor, f".{key}")
+                for block in self._model.blocks[name]:
+                    yield Shard(f"{block.name}.{key}", block.shape, block.offset, block.of(tensor))
             else:
                 for weight in dict.fromkeys(block.name for block in self._model.blocks[name]):
                     yield Shard.whole(f"{weight}.{key}", tensor)
@@ -289,10 +286,6 @@ class MegatronModel(nn.Module):
                 stride=(weight.shape[1], 1),
             )
         return token_log_probs(hidden, weight, targets, **options)
-
-    def predict(self, hidden: Tensor) -> Tensor:
-        """Values or scores `[N]` for hidden states `[N, E]`."""
-        return cast(Tensor, self.score(hidden))
 
     def _rows(self, size: int) -> tuple[int, int]:
         """This rank's part of a dimension, which is padded to equal parts: where it begins and ends."""

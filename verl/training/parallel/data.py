@@ -27,6 +27,7 @@ from verl.training.forward import Forward
 from verl.training.options import FSDPConfig
 from verl.training.ranks import Parallel, Ranks
 from verl.weights.shard import sharded_dims_of
+from verl.weights.shards import stacks_of
 
 
 def replicate(ranks: Ranks, parallel: Parallel, *dims: str) -> None:
@@ -117,8 +118,7 @@ def units(packed: PackedModel, config: FSDPConfig) -> list[nn.Module]:
         if not chosen:
             raise ConfigError(f"wrap_policy_fn chose no module inside of this {type(backbone).__name__}")
         return chosen
-    stacks = [module for module in inner if isinstance(module, nn.ModuleList)]
-    return [*next((stack for stack in stacks if len(stack) == packed.num_layers), ())]
+    return [*next(iter(stacks_of(backbone, packed.num_layers)), ())]
 
 
 def _by_fsdp1(module: nn.Module, policy: Callable[..., Any]) -> tuple[list[nn.Module], int]:

@@ -29,7 +29,7 @@ from verl.training.engine import MicroBatch, Schedule
 from verl.training.forward import Forward
 from verl.training.gradients import Gradients
 from verl.training.ranks import Parallel, Ranks
-from verl.weights.shards import is_on_meta, sample
+from verl.weights.shards import sample
 
 
 def pipeline(forward: Forward, ranks: Ranks, parallel: Parallel, *, trains: bool) -> None:
@@ -214,7 +214,7 @@ class StageSplit:
         flat = pack_rows([[5, 17, 3], [23, 2]], [[19, 7, 31], [4, 11]], packed.device, keep_last=True)
         self._hidden = partial(packed.hidden, flat.tokens % packed.vocab_size, flat.positions, flat.context)
         self._around: list[_Around]
-        if is_on_meta(model):
+        if any(weight.is_meta for weight in model.parameters()):
             small = sample(packed.model, packed.device, layers=2)
             tried = StageSplit(small, PackedModel(small, fused_kernels=False), 2)
             self._gives_tuple, self._width = tried._gives_tuple, tried._width

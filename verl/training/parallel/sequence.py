@@ -24,13 +24,6 @@ from torch.nn.functional import pad
 from verl._base.autograd import exchange, joined
 from verl.attention.segments import Packed
 from verl.models.packed import AttentionContext
-from verl.training.forward import Forward
-from verl.training.ranks import Ranks
-
-
-def sequence(forward: Forward, ranks: Ranks) -> None:
-    """Let each rank along `sp` compute a slice of the tokens."""
-    forward.slicing = partial(sliced, group=ranks.group("sp"), per_row=forward.head == "score")
 
 
 def sliced(flat: Packed, group: Any, per_row: bool) -> Packed:

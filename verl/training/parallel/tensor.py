@@ -238,6 +238,5 @@ def _output_dim(name: str, module: Any) -> int:
     raise ConfigError(f"layout: tp does not cut {name}, a {type(module).__name__}: only linear layers")
 
 
-def _generic(name: str) -> str:
-    """A module's name with "*" for numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+#: A module's name with "*" for numbers.
+_generic = partial(re.compile(r"\.\d+(?=\.|$)").sub, ".*")
