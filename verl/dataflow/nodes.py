@@ -8,6 +8,7 @@ all other columns are named at both ends.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from verl.dataflow.graph import ANY, OPTIONAL, SLOT, Node
 from verl.dataflow.scores import one_row_per_episode
 from verl.errors import ConfigError, nearest
 from verl.rewards.scores import rounded
-from verl.rewards.signatures import trajectories_of
+from verl.rewards.signatures import cell
 from verl.rewards.source import RewardResult, columns_read, log_failures
 from verl.roles.actor import Actor
 from verl.roles.columns import expand
@@ -167,7 +168,9 @@ class RewardNode:
         read = {c.removesuffix(OPTIONAL) for c in columns_read(self.reward.source)}
         episodes = one_row_per_episode(samples)
         if "trajectories" in read:
-            episodes = episodes.add({"trajectories": trajectories_of(samples)})
+            rows = [cell(row, "trajectories")[0] for row in samples.rows()]
+            groups = samples.group_indices("episode")
+            episodes = episodes.add({"trajectories": [json.dumps([rows[i] for i in group]) for group in groups]})
         said: list[float | None] = [None] * len(episodes)
         if self.column == "reward" and "episode_reward" not in read:  # a reward that reads it decides by itself
             said = episodes["episode_reward"]

@@ -22,10 +22,6 @@ _TABLE = {
 }
 
 
-def _date(year: str | None, month: str, day: str) -> str:
-    return f"{int(year or 0):04}-{_MONTHS.index(month) + 1:02}-{int(day):02}"
-
-
 def _words(match: re.Match[str]) -> str:
     """Text within LaTeX: its words are marked, so that none is taken for a product of letters."""
     words = re.sub(r"(?<![\w\d])(?!(?:and|or|[eid])\b)[^\W\d_][^\s(){}]*", r"«\g<0>»", match[1])
@@ -65,8 +61,9 @@ _SIGNS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
      r"\\\1 "),
     (r"(?<![\\A-Za-z])[iI]nfinity(?![A-Za-z])", r"\\infty "),
     (r"\b(?:negative|minus) (?=[\d\\])", "-"),
-    (rf"\b{_MONTH} {_DAY}{_YEAR}", lambda match: _date(match[3], match[1], match[2])),
-    (rf"\b{_DAY}(?: of)? {_MONTH}{_YEAR}", lambda match: _date(match[3], match[2], match[1])),
+    (rf"\b{_MONTH} {_DAY}{_YEAR}", lambda m: f"{int(m[3] or 0):04}-{_MONTHS.index(m[1]) + 1:02}-{int(m[2]):02}"),
+    (rf"\b{_DAY}(?: of)? {_MONTH}{_YEAR}",
+     lambda m: f"{int(m[3] or 0):04}-{_MONTHS.index(m[2]) + 1:02}-{int(m[1]):02}"),
     (r"(?<=\d) to (?=\d)", "-"),
     # Words and units are marked.
     (r"(?:\^\{?\\circ\}?|°)\s*(?:\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|([CF])(?![a-z]))?", r" «deg\1\2» "),

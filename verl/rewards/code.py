@@ -108,8 +108,7 @@ class _Judge:
     packages: Sequence[str | Path]
     live: bool
 
-    def load(self) -> None:
-        sandbox.require()
+    load = staticmethod(sandbox.require)
 
     async def __call__(
         self, solution_str: str, tests: Any = None, reference: Any = None, entry_point: str | None = None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from verl._base.checked import checked
@@ -103,10 +104,8 @@ class Equality:
     judges = "last_turn"
     alternatives: Alternatives = "any"
     unevaluated: bool = False
-
-    def load(self) -> None:
-        """Import the library, which takes seconds, before the deadline of a sample begins."""
-        importlib.import_module("math_verify")
+    #: Imports the library, which takes seconds, before the deadline of a sample begins.
+    load = staticmethod(partial(importlib.import_module, "math_verify"))
 
     def __call__(self, solution_str: str, ground_truth: Any = None, answer: Any = None) -> float:
         """1.0 if the answer in a response equals the row's, else 0.0. It has no deadline of its own.

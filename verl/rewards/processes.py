@@ -122,20 +122,24 @@ class ProcessCaller(FunctionCaller):
             if answer.cancelled():
                 # A process that still runs its event loop cancels the call, and says so.
                 if not self.is_async or (await process.query(_PULSE_SECONDS, next(self._numbers), number)).cancelled():
-                    self._end(process)
+                    self.close(process)
                 return None
             if (scores := answer.result()) is not None:
                 return scores
             self._deaths += self._process is process  # each async call under way learns of it; the first counts it
-            self._end(process)
+            self.close(process)
         return [failure("its process died (the function ended it: os._exit, a crash, too much memory)")]
 
     def take_counts(self) -> dict[str, int]:
         deaths, self._deaths = self._deaths, 0
         return {"deaths": deaths}
 
-    def close(self) -> None:
-        self._end(self._process)
+    def close(self, process: _Process | None = None) -> None:
+        """Given a process, end it alone: another call may have begun a new one since."""
+        ending = self._process
+        if ending is not None and process in (None, ending):
+            self._process = None
+            ending.end()
 
     def _start(self) -> _Process:
         if not self._was_said:
@@ -147,11 +151,6 @@ class ProcessCaller(FunctionCaller):
             self._was_said = True
         forker = _forkers.setdefault(os.getpid(), ThreadPoolExecutor(1, "fork"))
         return forker.submit(_Process, self.get_function(), self.is_async).result()
-
-    def _end(self, process: _Process | None) -> None:
-        if process is not None and process is self._process:
-            self._process = None
-            process.end()
 
 
 def _settle(parent: int) -> None:

@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from verl.batch import SCHEMA, Batch
+from verl.batch import SCHEMA
 from verl.data.prompts import content_text
 from verl.errors import ConfigError, RewardError, nearest
 
@@ -155,12 +155,6 @@ def user_columns(row: Row) -> list[str]:
     return [name.removeprefix(_USER) for name in names]
 
 
-def trajectories_of(samples: Batch) -> list[str]:
-    """The column `trajectories`, one an episode, as JSON."""
-    rows = [_trajectory(row) for row in samples.rows()]
-    return [json.dumps([rows[row] for row in members]) for members in samples.group_indices("episode")]
-
-
 def name_of(function: Callable[..., Any]) -> str:
     while hasattr(function, "func"):
         function = function.func
@@ -192,11 +186,6 @@ def _own_values(kind: str, rows: Sequence[Row]) -> dict[str, Any]:
     return {"prompts": prompts, "completions": completions, "completion_ids": ids}
 
 
-def _trajectory(row: Row) -> dict[str, Any]:
-    said = {"name": row.get("trajectory"), "reward": row.get("trajectory_reward")}
-    return {**said, "messages": _conversation(row), "response": row["response"] or ""}
-
-
 def _conversation(row: Row) -> list[Any]:
     """Its messages, as far as they are known."""
     if row.get("conversation") is not None:
@@ -219,7 +208,10 @@ def cell(row: Row, name: str) -> Any:
     if name == "messages":
         return _conversation(row)
     if name == "trajectories":
-        return json.loads(row[name]) if name in row else [_trajectory(row)]
+        if name in row:
+            return json.loads(row[name])
+        said = {"name": row.get("trajectory"), "reward": row.get("trajectory_reward")}
+        return [{**said, "messages": _conversation(row), "response": row["response"] or ""}]
     if name == "ground_truth" and name not in row:
         return (row.get("reward_model") or {}).get(name)
     return row.get(name)

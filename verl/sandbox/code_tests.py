@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from itertools import starmap, zip_longest
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,9 @@ def _calls(pairs: list[tuple[Any, Any]]) -> Iterator[Any]:
         yield encode([args, [wanted, *(wanted if wrapped else [])]], str)
 
 
-def _from_json(text: str) -> Any:
-    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else int(Decimal(digits)))
+_from_json = partial(
+    json.loads, parse_int=lambda digits: int(digits) if len(digits) < _DIGITS else int(Decimal(digits))
+)
 
 
 def _only_prepares(text: Any, before: str = "", behind: Sequence[Any] = ()) -> bool:

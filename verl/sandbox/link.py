@@ -78,9 +78,7 @@ class Over(BaseException):
     """The program does not run, or has ended."""
 
 
-@functools.cache
-def event_loop() -> Any:
-    return importlib.import_module("asyncio").new_event_loop()
+event_loop = functools.cache(lambda: importlib.import_module("asyncio").new_event_loop())
 
 
 def waited_for(result: Any) -> Any:
@@ -332,11 +330,11 @@ def error_class(name: str, *bases: str) -> Any:
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, BaseException):
         return kind
-
-    def text(error: BaseException) -> str:
-        return str(vars(error).get("__text__", ", ".join(map(str, error.args))))
-
-    return type(name, (error_class(*bases),), {"__module__": "remote", "__str__": text})
+    attributes: dict[str, Any] = {
+        "__module__": "remote",
+        "__str__": lambda error: str(vars(error).get("__text__", ", ".join(map(str, error.args)))),
+    }
+    return type(name, (error_class(*bases),), attributes)
 
 
 def refuse(operation: str, content: list[Any], request: list[Any]) -> None:

@@ -332,12 +332,11 @@ def try_dummies(case: dict[str, Any]) -> tuple[str | None, list[bool]]:
     idle = [errors == (None, None) for errors in zip(*trials, strict=False)]
     for value in (None, True, False) if any(idle) else ():
         idle = [was and error is None for was, error in zip(idle, errors_of(case, Dummy(value)), strict=False)]
-    faults = [{text_of(error) for error in errors if isinstance(error, (FaultError, *FAULTS))} for errors in trials]
+    faults = [
+        {f"{type(error).__name__}: {error}"[:200] for error in errors if isinstance(error, (FaultError, *FAULTS))}
+        for errors in trials
+    ]
     return next(iter(faults[0] & faults[1]), ASKS_NOTHING if all(idle) else None), idle
-
-
-def text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
 
 
 def judged(case: dict[str, Any], link: Link) -> list[dict[str, Any]]:
@@ -359,7 +358,9 @@ def judged(case: dict[str, Any], link: Link) -> list[dict[str, Any]]:
     verdicts = []
     for error, is_idle in zip(errors_of(case, link), itertools.chain(idle, itertools.repeat(False)), strict=False):
         passed = error is None and link.over is None and link.answered > 0
-        fault = ASKS_NOTHING if is_idle and error is None else text_of(error) if isinstance(error, FaultError) else None
+        fault = ASKS_NOTHING if is_idle and error is None else None
+        if isinstance(error, FaultError):
+            fault = f"FaultError: {error}"[:200]
         verdicts.append({"passed": passed, "fault": fault, "needs": link.needs, "live": link.used})
         link.answered, link.needs, link.used = 0, None, False  # before the next part runs
     return verdicts

@@ -132,8 +132,7 @@ class Config(_Others):  # type: ignore[misc]
         changed = {name: value for name, value in vars(self).items() if value != fields[name].default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    to_dict = dataclasses.asdict
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

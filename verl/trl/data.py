@@ -73,6 +73,8 @@ class TRLLoader(OfflineDatasetLoader):
         if self.kind == "experience":
             names = ("prompt_tokens", "response_tokens", "response_mask")
             return [self._cut(row) for row in zip(*map(self._rows.__getitem__, names), strict=True)]
+        if getattr(self.args, "assistant_only_loss", False):
+            return list(map(self._cut, super()._encoded(chat)))
         reasons, rows = [], []
         for row in self._rows.rows():
             prompt, tokens = self._pair(chat, row)
@@ -214,11 +216,6 @@ class TextLoader(TRLLoader):
             trained = [first, *[0] * (len(row["prompt_tokens"]) - 1), *row["response_mask"]]
             labels.append([token if bit else _UNTRAINED for token, bit in zip(tokens, trained, strict=True)])
         return {"input_ids": ids, "labels": labels}
-
-    def _encoded(self, chat: ChatTokenizer) -> list[Encoded]:
-        if self.args.assistant_only_loss and self.kind != "experience":
-            return list(map(self._cut, OfflineDatasetLoader._encoded(self, chat)))
-        return super()._encoded(chat)
 
 
 class PairLoader(TRLLoader):

@@ -6,8 +6,7 @@ import json
 import logging
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from statistics import stdev
 from typing import Any
@@ -76,7 +75,7 @@ def of_samples(batch: Batch) -> dict[str, float]:
     return numbers
 
 
-class Events(ABC):
+class Events:
     """The callbacks and the log of a trainer: calls them, and does what their `control` asks for.
 
     Attributes:
@@ -88,6 +87,8 @@ class Events(ABC):
     trainer: Trainer
     eval_dataset: Any
     updates: int = 1
+    #: Metrics of held-out data, as `Trainer` names them.
+    _evaluate: Callable[[Any], Mapping[str, Any]]
     _total: int
     _per_epoch: float
     #: Steps of `trainer` from one evaluation to the next; 0: none.
@@ -208,10 +209,6 @@ class Events(ABC):
         self._write(named)
         self.call_event("on_evaluate", metrics=named)
         return named
-
-    @abstractmethod
-    def _evaluate(self, rows: Any) -> Mapping[str, Any]:
-        """Metrics of held-out data, as `Trainer` names them."""
 
     def _evaluate_and_log(self) -> None:
         measured = {f"eval/{name.removeprefix('eval_')}": value for name, value in self.evaluate().items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +71,8 @@ class BaseTrainer(Events):
     head: ClassVar[Literal["lm", "score"]] = "lm"
     #: Rows of a sample: two of a preference.
     rows: ClassVar[int] = 1
+    #: The loader of `train_dataset`, and the steps of an epoch.
+    _data: Callable[[], tuple[Any, float]]
     #: What a script has of the live model, where it is another object: see `_outside`.
     _shown: Any = None
     #: No loss balances the experts of a model, and it is uploaded nowhere.
@@ -169,10 +170,6 @@ class BaseTrainer(Events):
         tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
         for tagged in (model, self._shown or model):
             tagged.model_tags = tags
-
-    @abstractmethod
-    def _data(self) -> tuple[Any, float]:
-        """The loader of `train_dataset`, and the steps of an epoch."""
 
     def _source(self) -> Reward | None:
         return None
@@ -289,10 +286,7 @@ class BaseTrainer(Events):
         """The reference policy; None without a reference, or if it is the model without its adapters."""
         return self.actor.reference.model
 
-    def is_world_process_zero(self) -> bool:
-        return True
-
-    is_local_process_zero = is_world_process_zero
+    is_world_process_zero = is_local_process_zero = staticmethod(lambda: True)
 
     def get_train_dataloader(self) -> Any:
         """The loader that training draws from, without end: rows as `verl.Batch`es."""
@@ -320,7 +314,5 @@ class BaseTrainer(Events):
         """Raises ConfigError: nothing is uploaded."""
         raise ConfigError("push_to_hub: nothing is uploaded here: call save_model(), and upload that directory")
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: `output_dir` has the report. Nor does `end`: trackers close when the process ends."""
-
-    end = create_model_card
+    #: Does nothing: `output_dir` has the report. Nor does `end`: trackers close when the process ends.
+    create_model_card = end = staticmethod(lambda *args, **kwargs: None)
