@@ -12,7 +12,7 @@ from itertools import product
 
 from verl.errors import ConfigError
 from verl.models.memory import ModelSize
-from verl.planner.cost import Workload
+from verl.planner.cost import Costs, Workload
 from verl.planner.hardware import Cluster
 from verl.planner.memory import ALL, Strategy
 from verl.planner.search import Choice, Model, PlacementPlan, Problem, choices, fits, search, sizes
@@ -75,7 +75,8 @@ class Outcome:
 def outcome(plan: PlacementPlan) -> Outcome:
     """Of one of our own plans."""
     actor, engine = plan.choice("actor"), plan.generation
-    received, _ = plan.problem.costs.transition(actor.model.size, actor.strategy, actor.layout, engine.tp)
+    costs = Costs(plan.problem.cluster, plan.problem.work)
+    received, _ = costs.transition(actor.model.size, actor.strategy, actor.layout, engine.tp)
     return Outcome(plan.seconds, engine.seconds, engine.transition, received)
 
 
@@ -92,7 +93,7 @@ def deepspeed_chat(problem: Problem) -> Outcome:
 def openrlhf(problem: Problem) -> Outcome:
     """Every model on devices of its own, ZeRO-3; generation on further ones, each is sent every whole weight."""
     size, cluster = problem.models[0].size, problem.cluster
-    whole = size.parameters * size.itemsize
+    whole, costs = size.parameters * size.itemsize, Costs(cluster, problem.work)
     models = (replace(problem.models[0], role="trained actor"), *problem.models[1:])
     found = []
     for count in sizes(cluster):
@@ -100,7 +101,7 @@ def openrlhf(problem: Problem) -> Outcome:
             continue
         rest = replace(problem, models=models, cluster=cluster.resized(cluster.size - count))
         room = ((tp, problem.memory - whole / tp) for tp in (1, 2, 4, 8) if count % tp == 0)
-        engines = [engine for tp, free in room if (engine := problem.costs.generate(size, count, tp, free))]
+        engines = [engine for tp, free in room if (engine := costs.generate(size, count, tp, free))]
         try:
             plan = _best_micro_batch(rest, [["trained actor"], *STANDALONE[1:]])
         except ConfigError:
@@ -123,7 +124,7 @@ def nemo_aligner(problem: Problem) -> Outcome:
     for actor, reference in _pairs(problem, by_role, "actor", "reference"):
         layout, size = actor.layout, actor.model.size
         free = fits(problem, (actor, reference))
-        engine = problem.costs.generate(size, half // layout.pp, layout.tp, free, batch=8)
+        engine = Costs(problem.cluster, problem.work).generate(size, half // layout.pp, layout.tp, free, batch=8)
         if engine is not None:
             found.append((engine.seconds, reference.infer, actor.train))
     critics = [(0.0, c.infer + r.infer, c.train) for c, r in _pairs(problem, by_role, "critic", "reward")]
@@ -140,7 +141,7 @@ def _best_micro_batch(problem: Problem, partition: Sequence[Sequence[str]]) -> P
     models = tuple(replace(model, strategies=(ZERO3,), whole=True) for model in problem.models)
     plans = []
     for rows, checkpointing in product((1, 2, 4, 8, 16), (False, True)):
-        work = replace(problem.work, micro_tokens=rows * problem.work.length, checkpointing=checkpointing)
+        work = replace(problem.work, micro_batch=rows, checkpointing=checkpointing)
         with suppress(ConfigError):
             plans += search(replace(problem, models=models, work=work), [partition])
     if not plans:

@@ -72,10 +72,15 @@ def test_ragged_rows_equal_buckets(rows: list[Row], window: int | None, heads: t
         assert (one - other).abs().max() < 1e-12
 
 
+def keys_of(query: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A kernel that shows the keys that it is given."""
+    return key
+
+
 def test_rows_without_a_prefix_are_not_gathered() -> None:
     ragged = varlen.VarlenKeys([Row(0, 3), Row(3, 2)])
     x = torch.randn(5, 1, 8)
-    assert ragged.gather(x) is x
+    assert ragged.attend(keys_of, x, x, x, SCALE, None) is x
     assert ragged.cu_seq_q.tolist() == ragged.cu_seq_k.tolist() == [0, 3, 5]
 
 
@@ -86,7 +91,7 @@ def test_copies_of_a_prefix_add_up_in_fp32() -> None:
     x = torch.zeros(9, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.full((17, 1, 1), 2.0**-9, dtype=torch.bfloat16)
     gradient[0] = 1
-    ragged.gather(x).backward(gradient)
+    ragged.attend(keys_of, x, x, x, SCALE, None).backward(gradient)
     assert x.grad is not None and x.grad[0].item() == torch.tensor(1 + 2.0**-6).bfloat16().item()
 
 

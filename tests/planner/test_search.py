@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_larger_than_what_there_is(devices: int) -> None:
     """Of one model, which what others take cannot keep out."""
     problem = evaluation("70B", 8)
     actor = replace(problem.models[0], strategies=(memory.ddp(),))
-    work = replace(problem.work, micro_tokens=1 << 19)
+    work = replace(problem.work, micro_batch=(1 << 19) // problem.work.length)
     with pytest.raises(ConfigError, match="do not fit") as error:
         search(replace(problem, models=(actor,), work=work, cluster=Cluster.parse(f"{devices}xA100")))
     needed = float(str(error.value).split("at least ")[1].split()[0])

@@ -277,7 +277,7 @@ def test_a_misspelled_metric_ends_the_study_at_the_first_run(recipe: Path) -> No
     search = search_of(recipe, f"{LR}=1e-3,1e-2", metric="reward/maen")
     going = tune(search)
     next(going)
-    _, run = search.command(0, {LR: "1e-3"})
+    _, run = search.command("trial-000", {LR: "1e-3"})
     metrics(run, [0.5, 0.6])  # a run that was finished when the study was killed is not run again
     (run / "summary.json").write_text(json.dumps({"state": "finished", "steps": 2}))
     with pytest.raises(VerlError, match="trial 0: no record of the run has the metric 'reward/maen': did you mean"):

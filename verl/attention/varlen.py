@@ -75,15 +75,16 @@ class VarlenKeys:
         lists = (self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k)
         window_size = (-1 if window is None else window - 1, 0)
         options = {"scale": scale, "window_size": window_size, "enable_gqa": q_THD.shape[1] != k_TKD.shape[1]}
-        out_THD: Tensor = kernel(q_THD, self.gather(k_TKD), self.gather(v_TKD), *lists, **options)
+        k_UKD, v_UKD = k_TKD, v_TKD
+        if self.keys is not None:
+            k_UKD, v_UKD = (_Gather.apply(x_TKD, self) for x_TKD in (k_TKD, v_TKD))  # type: ignore[no-untyped-call]
+        out_THD: Tensor = kernel(q_THD, k_UKD, v_UKD, *lists, **options)
         return out_THD
-
-    def gather(self, x_TKD: Tensor) -> Tensor:
-        """The keys or values `[U, K, D]` of each row."""
-        return x_TKD if self.keys is None else _Gather.apply(x_TKD, self)  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
+    """The keys or values `[U, K, D]` of each row."""
+
     @staticmethod
     def forward(ctx: Any, x_TKD: Tensor, varlen: VarlenKeys) -> Tensor:
         ctx.varlen = varlen

@@ -26,7 +26,7 @@ class Workload:
         prompt, response: tokens; responses are taken to be as long as they may be.
         updates: optimizer steps.
         epochs: times that each response is learned from.
-        micro_tokens: of a micro-batch; None: one sample.
+        micro_batch: samples of one.
         max_num_seqs: sequences that one engine generates at the same time.
         old_log_probs: the actor scores its own samples before it is trained.
     """
@@ -37,7 +37,7 @@ class Workload:
     response: int = 1024
     updates: int = 8
     epochs: int = 1
-    micro_tokens: int | None = None
+    micro_batch: int = 1
     checkpointing: bool = False
     max_num_seqs: int = 1024
     old_log_probs: bool = False
@@ -45,11 +45,6 @@ class Workload:
     @property
     def length(self) -> int:
         return self.prompt + self.response
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of a micro-batch."""
-        return max(1, (self.micro_tokens or self.length) // self.length)
 
 
 @dataclass(frozen=True)
@@ -77,19 +72,14 @@ class Costs:
 
     def train(self, size: ModelSize, strategy: Strategy, layout: Layout) -> float:
         """All optimizer steps of one step of the algorithm."""
-        rows = math.ceil(self.work.samples * self.work.epochs / self.work.updates / layout.data_size)
-        each = self._passes(size, strategy, layout, rows, backward=True)
+        samples = self.work.samples * self.work.epochs / self.work.updates
+        each = self.passes(size, strategy, layout, samples, backward=True)
         share = size.parameters / shared_by(strategy, layout, "optimizer")
         # A step reads and writes masters, moments and gradients, and writes the weights.
         touched = share * (2 * (strategy.gradients + strategy.optimizer) + strategy.weights)
         step = touched / self.cluster.device.host if strategy.offloaded else self.cluster.read(touched)
         parking = 2 * share * strategy.optimizer / self.cluster.device.host if strategy.parked else 0.0
         return self.work.updates * (each + self._sum_gradients(size, strategy, layout) + step) + parking
-
-    def infer(self, size: ModelSize, strategy: Strategy, layout: Layout) -> float:
-        """One forward pass over all samples."""
-        rows = math.ceil(self.work.samples / layout.data_size)
-        return self._passes(size, strategy, layout, rows, backward=False)
 
     def generate(
         self, size: ModelSize, ranks: int, tp: int, free: float, batch: int | None = None
@@ -134,15 +124,16 @@ class Costs:
                 across = min(1.0, columns / size.parameters)
         held = (1 - across + across * layout.tp / tp) / shards
 
-        def seconds(share: float, size: int, stride: int) -> float:
-            sharded = [(size, stride)] if strategy.gathers else []
-            return self.cluster.gather(share * whole / tp, *dims, *sharded) if share else 0.0
+        rows = (layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp))
+        seconds = 0.0
+        for share, sharded in ((1 - across, rows), (across, (layout.data_size, layout.tp))):
+            if share:
+                seconds += self.cluster.gather(share * whole / tp, *dims, *[sharded] * strategy.gathers)
+        return whole * (1 / tp - held), seconds
 
-        rows = seconds(1 - across, layout.data_size * min(layout.tp, tp) // tp, max(layout.tp, tp))
-        return whole * (1 / tp - held), rows + seconds(across, layout.data_size, layout.tp)
-
-    def _passes(self, size: ModelSize, strategy: Strategy, layout: Layout, rows: int, *, backward: bool) -> float:
-        """Forward (and backward) passes over `rows` of each data-parallel rank, in a pipeline."""
+    def passes(self, size: ModelSize, strategy: Strategy, layout: Layout, samples: float, *, backward: bool) -> float:
+        """Forward (and backward) passes over `samples`, dealt to the data-parallel ranks, in a pipeline."""
+        rows = math.ceil(samples / layout.data_size)
         work, micro = self.work, min(self.work.micro_batch, rows)
         count, tokens = math.ceil(rows / micro), micro * self.work.length
         stage = math.ceil(size.layers / layout.pp)

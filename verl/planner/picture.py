@@ -61,10 +61,10 @@ def peak(plan: PlacementPlan, group: Group) -> float:
     """Most bytes of a rank at a time: while a model works, or the actor generates."""
     resting = sum(choice.usage.resting for choice in group.choices)
     working = max(choice.usage.peak - choice.usage.resting for choice in group.choices)
-    engine, actor = group.generation, group.choice("actor")
-    if engine is None or actor is None:
+    if group.generation is None:
         return resting + working
-    return resting + max(working, generation_bytes(plan.problem, actor, engine.tp) + group.kv_bytes)
+    needed = generation_bytes(plan.problem, plan.choice("actor"), group.generation.tp)
+    return resting + max(working, needed + group.kv_bytes)
 
 
 def runners_up(plans: Iterable[PlacementPlan]) -> str:

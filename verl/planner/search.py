@@ -69,10 +69,6 @@ class Problem:
         """Bytes of a rank that can be used."""
         return self.cluster.device.memory * (1 - RESERVE)
 
-    @cached_property
-    def costs(self) -> Costs:
-        return Costs(self.cluster, self.work)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -89,10 +85,6 @@ class Choice:
     def key(self) -> Key:
         """What settings say of it."""
         return self.strategy.name, self.layout.tp, self.layout.pp
-
-    @property
-    def seconds(self) -> float:
-        return self.infer + self.train
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,6 @@ class Group:
     @property
     def roles(self) -> tuple[str, ...]:
         return tuple(choice.model.role for choice in self.choices)
-
-    def choice(self, role: str) -> Choice | None:
-        return next((choice for choice in self.choices if choice.model.role == role), None)
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ class PlacementPlan:
         return next(group.generation for group in self.groups if group.generation)
 
     def choice(self, role: str) -> Choice:
-        return next(choice for group in self.groups if (choice := group.choice(role)))
+        return next(choice for group in self.groups for choice in group.choices if choice.model.role == role)
 
     def __str__(self) -> str:
         return " | ".join(f"{'+'.join(group.roles)} on {group.ranks}" for group in self.groups)
@@ -186,16 +175,16 @@ def set_partitions(models: Sequence[Model]) -> Iterator[list[list[Model]]]:
 
 def choices(problem: Problem, model: Model, ranks: int) -> list[Choice]:
     """All ways to run a model on `ranks` devices, quickest first."""
-    work, costs, possible = problem.work, problem.costs, []
+    work, costs, possible = problem.work, Costs(problem.cluster, problem.work), []
     for strategy, layout in _layouts(problem, model, ranks):
         usage = _usage(problem, model, strategy, layout)
         scores = not (model.trained and model.role == "actor") or work.old_log_probs
         times = 1 + len(model.beside)
-        infer = times * costs.infer(model.size, strategy, layout) if scores else 0.0
+        infer = times * costs.passes(model.size, strategy, layout, work.samples, backward=False) if scores else 0.0
         train = times * costs.train(model.size, strategy, layout) if model.trained else 0.0
         if usage.peak <= problem.memory:
             possible.append(Choice(model, strategy, layout, usage, infer, train))
-    return sorted(possible, key=lambda choice: choice.seconds)
+    return sorted(possible, key=lambda choice: choice.infer + choice.train)
 
 
 def _usage(problem: Problem, model: Model, strategy: Strategy, layout: Layout) -> Usage:
@@ -220,12 +209,13 @@ def generations(problem: Problem, actor: Choice, ranks: int, free: float) -> Ite
         free: bytes of a rank that its models do not keep.
     """
     size, layout, work = actor.model.size, actor.layout, problem.work
+    costs = Costs(problem.cluster, work)
     most = layout.tp * (layout.data_size if actor.strategy.gathers else 1)
     for tp in _tensor_sizes(problem, size, gcd(ranks, most)):
-        engine = problem.costs.generate(size, ranks, tp, free - generation_bytes(problem, actor, tp))
+        engine = costs.generate(size, ranks, tp, free - generation_bytes(problem, actor, tp))
         if engine is None:
             continue
-        _, seconds = problem.costs.transition(size, actor.strategy, layout, tp)
+        _, seconds = costs.transition(size, actor.strategy, layout, tp)
         engine = replace(engine, transition=seconds)
         if engine.seconds <= problem.most_seconds:
             tokens = engine.together * (work.prompt / work.n + work.response)

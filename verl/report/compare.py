@@ -14,7 +14,9 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, islice, product
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 from urllib.parse import quote
 
@@ -75,10 +77,15 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
     """
     groups = grouped(runs)
     keys, names = differing(groups), metrics_of(groups)
-    letters = [_letters(number) for number in range(len(groups))]
+    settings = {
+        key: [v if isinstance(v := one.settings.get(key), str) else json.dumps(v, default=str) for one in groups]
+        for key in keys
+    }
+    columns = chain.from_iterable(product(ascii_uppercase, repeat=size) for size in count(1))  # A, ..., Z, AA, AB, ...
+    letters = ["".join(column) for column in islice(columns, len(groups))]
     lines = [
         _line(group, number, letter, label, page.resolve().parent)
-        for number, (group, letter, label) in enumerate(zip(groups, letters, _labels(groups, keys), strict=True))
+        for number, (group, letter, label) in enumerate(zip(groups, letters, _labels(groups, settings), strict=True))
     ]
     data = {
         "first": FIRST,
@@ -87,9 +94,8 @@ def write_comparison(runs: Sequence[Path], page: Path) -> Path:
         "meanings": meanings(names),
         "answers": _answers(groups, letters),
     }
-    count = sum(len(group.runs) for group in groups)
-    settings = {key: [_text(group.settings.get(key)) for group in groups] for key in keys}
-    return write_page(page, "compare", data, title=f"{count} run{'s' * (count != 1)}", lines=lines, settings=settings)
+    total = sum(len(group.runs) for group in groups)
+    return write_page(page, "compare", data, title=f"{total} run{'s' * (total != 1)}", lines=lines, settings=settings)
 
 
 def grouped(runs: Sequence[Path]) -> list[Group]:
@@ -158,26 +164,17 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _labels(groups: Sequence[Group], keys: Sequence[str]) -> list[str]:
+def _labels(groups: Sequence[Group], settings: Mapping[str, Sequence[str]]) -> list[str]:
     """The difference of each group: the settings that differ, of very many the first; the run's name where none
     does. The page has a table of all."""
-    names, more = short_names(keys), len(keys) - _MOST_NAMED
+    names, more = short_names([*settings]), len(settings) - _MOST_NAMED
     labels = []
-    for group in groups:
-        differences = (f"{names[key]}={_text(group.settings.get(key))}" for key in keys[:_MOST_NAMED])
-        settings = ", ".join(differences) + f" and {more} more" * (more > 0) if group.settings else ""
+    for number, group in enumerate(groups):
+        differences = (f"{names[key]}={texts[number]}" for key, texts in islice(settings.items(), _MOST_NAMED))
+        label = ", ".join(differences) + f" and {more} more" * (more > 0) if group.settings else ""
         seeds = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
-        labels.append((settings or group.runs[0].name) + seeds)
+        labels.append((label or group.runs[0].name) + seeds)
     return labels
-
-
-def _letters(number: int) -> str:
-    """A, B, ..., Z, AA, AB, ..."""
-    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def _curves(groups: Sequence[Group], names: Sequence[str]) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -102,13 +103,11 @@ class JsonlSink:
         self._lines: LineFile[str] = LineFile(Path(path))
         self._lines.path.parent.mkdir(parents=True, exist_ok=True)
         append_lines(self._lines.path, "")
+        self.close = self._lines.append
 
     def write(self, step: int, record: Record) -> None:
         row = {"step": step, **{name: plain(value) for name, value in record.items()}}
         self._lines.append(json.dumps(row, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        self._lines.append()
 
 
 class TensorBoardSink:
@@ -132,6 +131,7 @@ class TensorBoardSink:
         seconds = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
         second = max([int(time.time()), *(int(second) + 1 for second in seconds if second.isdigit())])
         self._records = RecordFile(folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0")
+        self.close = self._records.append
         self._add(file_version="brain.Event:2")
         if resume_step is not None:
             self._add(file_version="brain.Event:2", step=resume_step + 1)
@@ -158,9 +158,6 @@ class TensorBoardSink:
         samples = map(_markdown, without_tokens(table).to_pylist())
         self._add(step=step, summary=summary.text("completions", "\n\n---\n\n".join(samples)))
 
-    def close(self) -> None:
-        self._records.append()
-
 
 def _markdown(row: Mapping[str, Any]) -> str:
     """A sample for TensorBoard, whose texts are Markdown: what is indented is shown as it is."""
@@ -181,6 +178,7 @@ class RunSink:
         # Trackio is not embedded: in a notebook that would start its server within this process.
         special = {"id": run_id, "dir": directory} if name == "wandb" else {"embed": False}
         self._run = self._library.init(project=project, name=run_id, config=dict(config), resume="allow", **special)
+        self.close: Callable[[], None] = self._run.finish
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({name: plain(value) for name, value in record.items()}, step=step)
@@ -189,9 +187,6 @@ class RunSink:
         shown = without_tokens(table)
         rows = [list(row.values()) for row in shown.to_pylist()]
         self._run.log({"completions": self._library.Table(columns=shown.column_names, data=rows)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class MlflowSink:
@@ -206,6 +201,7 @@ class MlflowSink:
         self._id = self._client.create_run(mlflow.set_experiment(project).experiment_id, tags=tags).info.run_id
         for name, value in config.items():
             self._client.log_param(self._id, name, value)
+        self.close = partial(self._client.set_terminated, self._id)
 
     def write(self, step: int, record: Record) -> None:
         for name, value in numbers_of(record).items():
@@ -214,9 +210,6 @@ class MlflowSink:
     def completions(self, step: int, table: pa.Table) -> None:
         rows = without_tokens(table).to_pydict()
         self._client.log_table(self._id, data=rows, artifact_file=f"completions/train-{step:06d}.json")
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
 
 
 @checked

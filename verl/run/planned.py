@@ -88,7 +88,7 @@ def _workload(config: Config) -> Workload:
         response=rollout.max_new_tokens,
         updates=updates,
         epochs=update.epochs,
-        micro_tokens=min(update.max_tokens_per_micro_batch or rows * length, rows * length),
+        micro_batch=max(1, min(rows, (update.max_tokens_per_micro_batch or rows * length) // length)),
         checkpointing=policy.model.enable_gradient_checkpointing,
         max_num_seqs=rollout.max_num_seqs,
         # A single update on samples of the embedded engine takes them from its own forward pass.

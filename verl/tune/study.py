@@ -4,7 +4,6 @@ results are `best.yaml`, which `verl train` takes as it is, and `report.html` of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,11 @@ from verl._base.extras import load_extra
 from verl.config import Config, load_config, run_id, to_yaml
 from verl.errors import ConfigError, VerlError
 from verl.report.compare import short_names, write_comparison
-from verl.report.reading import curves_in, read_rows
+from verl.report.reading import curves_in, is_number, read_rows
 from verl.run.build import check_settings
 from verl.run.folder import is_finished
 from verl.tune.space import combinations, ends
-from verl.tune.trial import TrialFailedError, UnknownMetricError, points, run_trial, value_of
+from verl.tune.trial import TrialFailedError, UnknownMetricError, run_trial, value_of
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -53,12 +52,13 @@ class Search:
     last: int = 1
 
     def settings(self, values: dict[str, str]) -> Config:
-        """The settings of the file with searched values, as overrides have them."""
-        return load_config(self.file, [*self.overrides, *(f"{key}={value}" for key, value in values.items())])
+        """The settings of the file with searched values, as overrides have them; a key without one has its first."""
+        first = {key: ends(distribution)[0] for key, distribution in self.space.items()}
+        return load_config(self.file, [*self.overrides, *(f"{key}={value}" for key, value in (first | values).items())])
 
-    def command(self, number: int, values: dict[str, str]) -> tuple[list[str], Path]:
+    def command(self, name: str, values: dict[str, str]) -> tuple[list[str], Path]:
         """The arguments of a trial's `verl train`, and the directory of its run."""
-        everything = {**values, "trainer.output_dir": str(self.out / "runs"), "trainer.run_name": name_of(number)}
+        everything = {**values, "trainer.output_dir": str(self.out / "runs"), "trainer.run_name": name}
         run = self.out / "runs" / run_id(self.settings(everything))
         return [str(self.file), *self.overrides, *(f"{key}={value}" for key, value in everything.items())], run
 
@@ -71,13 +71,9 @@ class Search:
         for key, distribution in self.space.items():
             for end in ends(distribution):
                 try:
-                    check_settings(self.settings({**self.first_values, key: end}))
+                    check_settings(self.settings({key: end}))
                 except VerlError as error:
                     raise ConfigError(f"--search {key}: {end} is refused: {error}") from error
-
-    @property
-    def first_values(self) -> dict[str, str]:
-        return {key: ends(distribution)[0] for key, distribution in self.space.items()}
 
     def identity(self) -> dict[str, Any]:
         """The options that may not change when a study goes on."""
@@ -86,12 +82,8 @@ class Search:
             "metric": f"{self.metric} ({self.direction}, mean of the last {self.last})",
             "seed": self.seed,
             # Without the first line, the version of the form: it is no setting, and studies of before have none.
-            "settings": to_yaml(self.settings(self.first_values)).partition("\n")[2],
+            "settings": to_yaml(self.settings({})).partition("\n")[2],
         }
-
-
-def name_of(number: int) -> str:
-    return f"trial-{number:03d}"
 
 
 def tune(search: Search) -> Iterator[Study]:
@@ -125,13 +117,6 @@ def ended(study: Study) -> list[FrozenTrial]:
     return [trial for trial in study.trials if trial.state.is_finished()]
 
 
-def best_of(study: Study) -> FrozenTrial | None:
-    """The best of the finished trials; the earliest of equals."""
-    with suppress(ValueError):
-        return study.best_trial
-    return None
-
-
 def _open(search: Search) -> Study:
     """The study of a directory, which is created if needed."""
     optuna = load_extra("optuna", "tune", "verl tune")
@@ -147,7 +132,7 @@ def _open(search: Search) -> Study:
         storage = JournalStorage(JournalFileBackend(str(journal)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{journal} cannot be used: {error}; choose another --out") from None
-    steps = search.settings(search.first_values).trainer.total_steps
+    steps = search.settings({}).trainer.total_steps
     study: Study = optuna.create_study(
         study_name="verl",
         storage=storage,
@@ -186,37 +171,36 @@ def _run(study: Study, trial: Trial, search: Search) -> None:
     """Run a trial, or on with one that was cut off, and note what became of it."""
     from optuna.trial import TrialState
 
-    finished = (other for other in ended(study) if other.state.name == "COMPLETE" and "run" in other.user_attrs)
-    same = next((other for other in finished if other.params == trial.params), None)
+    finished = [other for other in ended(study) if other.state.name == "COMPLETE"]
+    same = next((other for other in finished if "run" in other.user_attrs and other.params == trial.params), None)
     if same is not None:  # this one would train the same again: it has the same seed
         trial.set_user_attr("run", same.user_attrs["run"])
         trial.set_user_attr("as", same.number)
         study.tell(trial, same.value)
         return
-    values = {key: str(value) for key, value in trial.params.items()}
+    name, values = f"trial-{trial.number:03d}", {key: str(value) for key, value in trial.params.items()}
     try:
-        command, run = search.command(trial.number, values)
+        command, run = search.command(name, values)
         trial.set_user_attr("run", run.name)
         is_hopeless = partial(_is_hopeless, study, trial, run, search)
-        log = search.out / f"{name_of(trial.number)}.log"
         steps = search.settings(values).trainer.total_steps
-        if is_finished(run, steps) or run_trial(command, log, is_hopeless):
+        if is_finished(run, steps) or run_trial(command, search.out / f"{name}.log", is_hopeless):
             study.tell(trial, value_of(run, search.metric, search.last))
         else:
             study.tell(trial, state=TrialState.PRUNED)
     except (TrialFailedError, ConfigError) as error:
         trial.set_user_attr("reason", str(error))
         study.tell(trial, state=TrialState.FAIL)
-        if isinstance(error, UnknownMetricError) and best_of(study) is None:
+        if isinstance(error, UnknownMetricError) and not finished:
             raise VerlError(f"trial {trial.number}: {error}; begin again with another --out") from None
 
 
 def _is_hopeless(study: Study, trial: Trial, run: Path, search: Search) -> bool:
     """Report to Optuna what a run has recorded since the last call; whether the run is to be stopped."""
     known = study.get_trials(deepcopy=False)[trial.number].intermediate_values
-    for step, value in points(run, search.metric) if search.prune else ():
-        if step not in known:
-            trial.report(value, step)
+    for row in read_rows(run / "metrics.jsonl") if search.prune else ():
+        if is_number(value := row.get(search.metric)) and row["step"] not in known:
+            trial.report(value, row["step"])
             if trial.should_prune():
                 return True
     return False
@@ -226,8 +210,8 @@ def write_results(search: Search, study: Study) -> tuple[Path | None, Path | Non
     """Write `best.yaml`, once a trial has finished, and `report.html` (`verl report` of all runs), once a run has
     recorded something, into the study's directory; returns both."""
     settings = page = None
-    if (best := best_of(study)) is not None:
-        settings = search.out / "best.yaml"
+    if any(trial.state.name == "COMPLETE" for trial in ended(study)):
+        settings, best = search.out / "best.yaml", study.best_trial  # the earliest of equals
         origin = f"# {best.user_attrs['run']}: {search.metric} {shown(best)}\n"
         write_atomic(settings, origin + to_yaml(search.settings({k: str(v) for k, v in best.params.items()})))
     # Those named twice count once.

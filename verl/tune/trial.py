@@ -67,11 +67,6 @@ def run_trial(command: Sequence[str], log: Path, is_hopeless: Callable[[], bool]
     return code == 0
 
 
-def points(run: Path, metric: str) -> list[tuple[int, float]]:
-    """The steps of a run that recorded a number for a metric, and these numbers."""
-    return [(row["step"], row[metric]) for row in read_rows(run / "metrics.jsonl") if is_number(row.get(metric))]
-
-
 def value_of(run: Path, metric: str, last: int) -> float:
     """The mean of the last records of a metric in a finished run.
 
@@ -79,10 +74,10 @@ def value_of(run: Path, metric: str, last: int) -> float:
         UnknownMetricError: no record has it.
         TrialFailedError: it never was a number.
     """
-    values = [value for _, value in points(run, metric)][-last:]
-    if values:
+    rows = read_rows(run / "metrics.jsonl")
+    if values := [row[metric] for row in rows if is_number(row.get(metric))][-last:]:
         return math.fsum(values) / len(values)
-    known = {name for row in read_rows(run / "metrics.jsonl") for name in row} - {"step"}
+    known = {name for row in rows for name in row} - {"step"}
     if metric in known:
         raise TrialFailedError(f"{metric} was never a finite number")
     raise UnknownMetricError(f"no record of the run has the metric '{metric}': {nearest(metric, known)}")
