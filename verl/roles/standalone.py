@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -75,7 +76,7 @@ class RolloutPool(Pool):
             threading.Thread(target=self._drain, name="rollout-queue", daemon=True).start()
         self.scale(size)
 
-    def publish(self, version: int, shards: Iterable[Shard]) -> Weights:
+    def publish(self, version: int, shards: Iterable[Shard]) -> None:
         """Send new weights to all workers; samples in progress go on with them.
 
         Args:
@@ -89,7 +90,6 @@ class RolloutPool(Pool):
             self.weights = Weights(version, parts)
             for worker in self.workers:
                 self._post(worker, self.weights)
-        return self.weights
 
     def submit(self, group: str, rows: Batch, params: Mapping[str, Any]) -> None:
         """Submit a group to the worker with the fewest groups."""
@@ -110,12 +110,22 @@ class RolloutPool(Pool):
             RolloutError: a worker's engine failed; with the worker's own traceback.
         """
         began = time.monotonic()
-        try:
-            while (event := self.poll(max(0.0, self._until(began, deadline) - time.monotonic()))) is None:
-                pass
-        except queue.Empty:
-            raise self._stall(deadline) from None
-        return event
+        with suppress(queue.Empty):
+            while True:
+                with self.lock:
+                    start = max(START_DEADLINE, deadline)
+                    waited = [worker for worker in self.workers if worker.jobs] or self.workers
+                    ends = (w.started + start if w.ran is None else max(began, w.ran) + deadline for w in waited)
+                    seconds = max(ends) - time.monotonic()
+                if (event := self.poll(max(0.0, seconds))) is not None:
+                    return event
+        self.dump_stacks()
+        starting = "" if any(worker.ran for worker in self.workers) else ", and none has made its engine"
+        about = ", ".join(f"{worker}: {len(worker.jobs)} groups" for worker in self.workers)
+        raise ClusterError(
+            f"no rollout worker finished a group within {deadline:g} s{starting} ({about}); their stacks are on "
+            "stderr. A longer deadline may be set"
+        )
 
     def poll(self, seconds: float) -> Finished | Lost | None:
         """The groups that the next answer of a worker finished or lost; None if the answer is about something else.
@@ -143,13 +153,6 @@ class RolloutPool(Pool):
         if self._queue is not None:
             self._queue.shutdown(force=True)
             self._queue = None
-
-    def _until(self, began: float, deadline: float) -> float:
-        """The time at which a wait that began at `began` times out."""
-        with self.lock:
-            start = max(START_DEADLINE, deadline)
-            waited = [worker for worker in self.workers if worker.jobs] or self.workers
-            return max(w.started + start if w.ran is None else max(began, w.ran) + deadline for w in waited)
 
     def _take(self, worker: Worker, name: str, answer: Any) -> Finished | Lost | None:
         from ray.exceptions import RayError
@@ -215,12 +218,3 @@ class RolloutPool(Pool):
                 return
             for worker in [worker for worker in self.workers if worker.index == done.worker]:
                 self.events.put((worker, "run", done))
-
-    def _stall(self, deadline: float) -> ClusterError:
-        self.dump_stacks()
-        starting = "" if any(worker.ran for worker in self.workers) else ", and none has made its engine"
-        about = ", ".join(f"{worker}: {len(worker.jobs)} groups" for worker in self.workers)
-        return ClusterError(
-            f"no rollout worker finished a group within {deadline:g} s{starting} ({about}); their stacks are on "
-            "stderr. A longer deadline may be set"
-        )
