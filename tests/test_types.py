@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import verl
-from verl.roles.settings import KEYWORDS, OF_FILES, handle_keywords
+from verl.roles.settings import ACTOR_KEYWORDS, KEYWORDS, OF_FILES
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "stubs.py"
 
@@ -26,7 +26,7 @@ def test_a_handle_takes_each_field_of_its_records_once() -> None:
     """By its arguments or as a keyword; the others are of files, or of trainers."""
     of_files = {"path", "name", "url", "n", "num_rollout_workers", "max_rollout_workers", "transport"}
     assert of_files == OF_FILES - named(verl.Actor)
-    assert not handle_keywords() & named(verl.Actor) and KEYWORDS.keys() <= handle_keywords()
+    assert not ACTOR_KEYWORDS & named(verl.Actor) and KEYWORDS.keys() <= ACTOR_KEYWORDS
 
 
 @pytest.mark.parametrize("handle", [verl.Actor, verl.Critic])

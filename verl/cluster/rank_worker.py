@@ -52,7 +52,9 @@ class RankWorker:
         Args:
             first: goes before the other arguments, see `Transport.send`.
         """
-        items = getattr(self, method)(*args, *(() if first is None else (part_of(first, rows),)))
+        if rows is not None and len(rows) < len(first):
+            first = first.take(rows)
+        items = getattr(self, method)(*args, *(() if first is None else (first,)))
         if answers:
             yield from items
         else:
@@ -89,11 +91,6 @@ class RankWorker:
         name = getattr(function, "__name__", "everywhere")
         with self.collective(name, f"in '{name}', {who()}"):
             return (function(*args),)
-
-
-def part_of(first: Any, rows: Sequence[int] | None) -> Any:
-    """The rows of a batch that are one rank's."""
-    return first if rows is None or len(rows) == len(first) else first.take(rows)
 
 
 def stacks() -> str:

@@ -38,11 +38,9 @@ class World(RankWorker):
         if not dist.is_initialized():
             from verl.cluster.torchrun.meeting import joining, meet
 
-            stay_on_loopback(size)
-            backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
             store = meet(rank, size, timeout) if store is None else store
             with joining(store, rank, size, "the process group"):
-                dist.init_process_group(backend, rank=rank, world_size=size, timeout=self._wait, store=store)
+                init_process_group(device, size, rank=rank, world_size=size, timeout=self._wait, store=store)
         self._groups: dict[tuple[int, ...], Any] = {}
         #: Collectives that this rank is in, or that broke.
         self._open: set[object] = set()
@@ -113,10 +111,11 @@ def is_broken_collective(error: BaseException) -> bool:
     return error.__cause__ is not None and is_broken_collective(error.__cause__)
 
 
-def stay_on_loopback(size: int) -> None:
-    """Have gloo listen on the loopback interface only if all ranks are on this machine."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == size and os.path.exists("/sys/class/net/lo"):
+def init_process_group(device: str, ranks: int, **options: Any) -> None:
+    """Torch's, whose gloo listens on the loopback interface only if all ranks are on this machine."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == ranks and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", **options)
 
 
 def init_device_mesh(
@@ -153,11 +152,7 @@ def init_device_mesh(
         raise ConfigError(f"init_device_mesh: {shape} are not the {ranks} rank{'s' * (ranks > 1)} of this job")
     kind = device_type or default_kind()
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        if ranks > 1:
-            stay_on_loopback(ranks)
-            dist.init_process_group(backend)
-        else:
-            # A store in memory: one process needs no rendezvous and opens no port.
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        # A store in memory: one process needs no rendezvous and opens no port.
+        alone = {} if ranks > 1 else {"store": HashStore(), "rank": 0, "world_size": 1}
+        init_process_group(kind, ranks, **alone)
     return make_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -28,7 +28,7 @@ from verl.models.lora import has_adapters, reference_weights
 from verl.models.options import ModelOptions
 from verl.models.portable import PortableModel, empty_copy
 from verl.models.rope import position_limits
-from verl.models.source import ModelFiles, ModelSource
+from verl.models.source import ModelSource
 from verl.roles.columns import add_rewards, aligned, expand, temperature_of
 from verl.roles.handle import ModelHandle
 from verl.roles.reads import model_outputs, prepare, with_model_outputs
@@ -144,14 +144,17 @@ class Actor(ModelHandle[ActorWorker]):
         #: The episode's tools, as chat templates show them; whether it masks what may be sampled.
         self.tools: list[dict[str, Any]] = list(getattr(played, "schemas", ()))
         self.masks = bool(getattr(played, "masks", False))
+        #: The default episode if it computes rewards itself, as environments and agents do.
+        self.rewarding_episode: Episode | None = played if getattr(played, "gives_reward", False) else None
         if (check_tokenizer := getattr(played, "check_tokenizer", None)) is not None:
             check_tokenizer(self.tokenizer)
         self.reference = Reference(reference_weights(self.modules) if head == "lm" else {})
         self._keeps_start = False
         #: Updates so far.
         self.policy_version = 0
-        #: Stamp of the weights as they are: no other weights, of this actor or another, have the same.
-        self.policy_id = self._first_id = uuid4().hex
+        #: Stamp of the weights as they are, and as they were at first: no other weights, of this actor or another, have
+        #: the same.
+        self.policy_id = self.first_id = uuid4().hex
         self._calls = 0
         registry.add(
             "Actor",
@@ -162,12 +165,6 @@ class Actor(ModelHandle[ActorWorker]):
             rollout=None if isinstance(rollout, str) else rollout,
             episode=None if isinstance(episode, str) else episode,
         )
-
-    @property
-    def rewarding_episode(self) -> Episode | None:
-        """The default episode if it computes rewards itself, as environments and agents do."""
-        played = load_episode(self.rollout_options.episode)
-        return played if getattr(played, "gives_reward", False) else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -181,10 +178,6 @@ class Actor(ModelHandle[ActorWorker]):
         if self.files is not None or self.is_cut:
             return self.controller.device
         return device.of(self.modules) if self.has_workers else device.target(self.modules, self.controller.device)
-
-    def peak_memory(self) -> int:
-        """Peak device memory of a training rank so far, in bytes; on CPU, of its process."""
-        return self.group.call(ActorWorker.peak_memory)
 
     def resolve_engine(self) -> Any:
         """The rollout engine, a name or a factory. "auto" is resolved at the first call, by device and options."""
@@ -363,11 +356,6 @@ class Actor(ModelHandle[ActorWorker]):
             gone = "the actor has been updated already, so its reference weights are gone"
             raise ModelError(f"{gone}: call make_reference() before the first update")
         self.reference.freeze(self, model, dtype)
-
-    @property
-    def unchanged_files(self) -> ModelFiles | None:
-        """The files the workers loaded the model from; None once the weights have changed."""
-        return self.files if self.policy_id == self._first_id else None
 
     def update(self, sequences: Batch, rewards: Any, values: Any = None) -> dict[str, float]:
         """One update from scored sequences.

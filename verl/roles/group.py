@@ -41,12 +41,9 @@ class WorkerGroup:
             self._handles[kind] = handle
         if not {"actor", "updater"} & self._handles.keys():
             raise ConfigError("WorkerGroup has no actor: give an Actor or an Updater")
+        self.actor: Actor = self._handles["actor"] if "actor" in self._handles else self._handles["updater"].actor
         #: What scores the samples of its actor, if there is one.
         self.reward: Reward | None = self._handles.get("reward")
-
-    @property
-    def actor(self) -> Actor:
-        return self._handles["actor"] if "actor" in self._handles else self._handles["updater"].actor  # type: ignore[no-any-return]
 
     @cached_property
     def updater(self) -> Updater:

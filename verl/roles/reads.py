@@ -29,13 +29,8 @@ def model_outputs(algorithm: BaseAlgorithm, actor: Actor, critics: Mapping[str, 
     """Reference log-probs and values, as the algorithm's roles say; `critics` by role."""
     columns = [ModelOutput(VALUES[role], role, _values(critic, VALUES[role])) for role, critic in critics.items()]
     if "reference" in algorithm.roles:
-        columns.insert(0, reference(actor))
+        columns.insert(0, ModelOutput("ref_log_probs", "reference", actor.compute_ref_log_probs))
     return columns
-
-
-def reference(actor: Actor) -> ModelOutput:
-    """Log-probs under the actor's reference policy."""
-    return ModelOutput("ref_log_probs", "reference", actor.compute_ref_log_probs)
 
 
 def with_model_outputs(algorithm: BaseAlgorithm, sequences: Batch, wanted: Iterable[ModelOutput]) -> Batch:

@@ -46,7 +46,8 @@ class Reference:
         files = None
         if not actor.controller.is_local and dtype != "int4":
             files = ModelFiles(model, "causal", dtype or "auto") if isinstance(model, str) else None  # type: ignore[arg-type]
-            files = actor.unchanged_files if model is None else files
+            if model is None and actor.policy_id == actor.first_id:
+                files = actor.files
         self.files, self._is_other = files, model is not None
         if files is not None:
             self.model = files.on_meta()

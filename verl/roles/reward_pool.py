@@ -227,10 +227,6 @@ class RewardPool(Pool):
     def _begin(self, worker: Worker) -> None:
         self._call(worker, "load", Scorer.load, *self._function)
 
-    def _leave(self, worker: Worker) -> None:
-        if not worker.jobs:
-            self._end(worker)
-
 
 def _named(error: Exception, name: str) -> Exception:
     """A pool's error with the reward's name, for its callers."""

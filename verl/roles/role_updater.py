@@ -31,7 +31,17 @@ class PPORoleUpdater(Updater):
     def __init__(
         self, model: Any, engine: str | None = None, *, overlap_comm: bool | None = None, **options: Any
     ) -> None:
-        actor, critic = _actor_and_critic(model)
+        actor, critic = model, None
+        if isinstance(model, Mapping):
+            actor, critic = model.get("actor"), model.get("critic")
+        elif isinstance(model, tuple | list):
+            actor, critic = model if len(model) == 2 else (None, None)
+        elif not isinstance(model, Actor):
+            actor, critic = getattr(model, "actor", None), getattr(model, "critic", None)
+        if not isinstance(actor, Actor) or not isinstance(critic, Critic | None):
+            raise ConfigError(
+                f"PPORoleUpdater: model is an actor and its critic, such as (actor, critic), not {type(model).__name__}"
+            )
         super().__init__("ppo", actor=actor, critic=critic, **options)
         if engine not in (None, "hybrid"):
             raise ConfigError(f"PPORoleUpdater: no engine is called '{engine}': give 'hybrid', or leave it out")
@@ -39,20 +49,3 @@ class PPORoleUpdater(Updater):
             raise ConfigError("PPORoleUpdater: overlap_comm is of the hybrid engine: give engine='hybrid', too")
         if engine == "hybrid":
             enable_hybrid_engine(actor, overlap_comm=overlap_comm)
-
-
-def _actor_and_critic(model: Any) -> tuple[Actor, Critic | None]:
-    if isinstance(model, Actor):
-        return model, None
-    if isinstance(model, Mapping):
-        pair: Any = model.get("actor"), model.get("critic")
-    elif isinstance(model, tuple | list):
-        pair = tuple(model) if len(model) == 2 else (None, None)
-    else:
-        pair = getattr(model, "actor", None), getattr(model, "critic", None)
-    actor, critic = pair
-    if not isinstance(actor, Actor) or not isinstance(critic, Critic | None):
-        raise ConfigError(
-            f"PPORoleUpdater: model is an actor and its critic, such as (actor, critic), not {type(model).__name__}"
-        )
-    return actor, critic

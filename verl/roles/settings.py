@@ -38,10 +38,9 @@ OF_FILES = frozenset((
 ))  # fmt: skip
 
 
-def handle_keywords() -> set[str]:
-    """The keywords of `Actor` that are fields of its records."""
-    records: tuple[type[Record], ...] = (ModelOptions, TrainOptions, OptimConfig, RolloutOptions)
-    return {*KEYWORDS}.union(*(record.model_fields for record in records)) - OF_FILES
+_RECORDS: tuple[type[Record], ...] = (ModelOptions, TrainOptions, OptimConfig, RolloutOptions)
+#: The keywords of `Actor` that are fields of its records.
+ACTOR_KEYWORDS = {*KEYWORDS}.union(*(record.model_fields for record in _RECORDS)) - OF_FILES
 
 
 def with_keywords(owner: str, keywords: Mapping[str, Any], *records: Record) -> list[Any]:

@@ -183,7 +183,6 @@ class RolloutPool(Pool):
     def _leave(self, worker: Worker) -> None:
         self._lost += sorted(worker.jobs)
         worker.jobs.clear()
-        self._end(worker)
 
     def _post(self, worker: Worker, order: Any) -> None:
         worker.actor.post.options(concurrency_group="inbox").remote(order)

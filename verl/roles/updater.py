@@ -65,10 +65,11 @@ class Updater:
             logger.warning(
                 "algorithm '%s' has no %s: what is given is not used", self.algorithm.name, " or ".join(idle)
             )
+        files = actor.files if actor.policy_id == actor.first_id else None
         #: Role -> its value model, for the value models that the algorithm has.
         self.critics = {
             # a copy of the actor's backbone, as it is now, under a new value head
-            role: handle or critic_like(actor, actor.unchanged_files, actor.present_model)
+            role: handle or critic_like(actor, files, actor.present_model)
             for role, handle in handles.items()
             if role in self.algorithm.roles
         }

@@ -45,6 +45,7 @@ from verl.run.planned import reward_models
 from verl.run.resolved import resolve
 from verl.trainer.evaluation import Evaluation, HeldOut, accuracy
 from verl.trainer.trainer import Trainer
+from verl.workers.actor import ActorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ def _summary(config: Config, trainer: Trainer, run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "seconds": total("time/step") + total("time/evaluation"),
         "train_tokens_per_second": total("train/tokens") / max(total("time/update"), 1e-9),
-        "peak_memory_bytes": trainer.actor.peak_memory(),
+        "peak_memory_bytes": trainer.actor.group.call(ActorWorker.peak_memory),
         "control": config.trainer.control,
     }
     if seconds := total("time/rollout"):

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.algorithms import algorithm_names, make_algorithm
 from verl.rewards.functions import FunctionReward
-from verl.roles.settings import handle_keywords
+from verl.roles.settings import ACTOR_KEYWORDS
 from verl.trainer.asynchronous import AsyncTrainer
 from verl.trainer.evaluation import HeldOut
 from verl.trainer.interleaved import InterleavedTrainer
@@ -19,7 +19,7 @@ from verl.trainer.trainer import Trainer
 def public_calls() -> Iterator[tuple[str, set[str]]]:
     """How each is shown, "fit({}=...)", and the names of its keywords."""
     yield "fit({}=...)", _parameters(Trainer.fit)
-    yield "Actor(MODEL, {}=...)", {"optim", "strategy", *handle_keywords()}
+    yield "Actor(MODEL, {}=...)", {"optim", "strategy", *ACTOR_KEYWORDS}
     for trainer in (Trainer, AsyncTrainer, InterleavedTrainer):
         yield f"{trainer.__name__}(ACTOR, {{}}=...)", _parameters(trainer) | KEYWORDS
     yield "Reward(FUNCTION, {}=...)", _parameters(FunctionReward)

@@ -26,7 +26,7 @@ from verl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from verl.report.samples import kl_to_reference
 from verl.report.sinks import Logger, open_logger, run_directory, set_aside
 from verl.roles.actor import Actor
-from verl.roles.reads import ModelOutput, reference
+from verl.roles.reads import ModelOutput
 from verl.trainer.batches import as_loader, next_batch, one_pass, read_ahead
 from verl.trainer.evaluation import Evaluation, HeldOut
 from verl.trainer.options import TrainerOptions
@@ -268,9 +268,11 @@ class Loop:
             sampling = {name: getattr(held_out, name) for name in ("n", "temperature", "top_p", "top_k")}
             evaluation = self.evaluate(rows.batch, held_out.metrics, **sampling)
             if held_out.kl:
-                policy = ModelOutput("log_probs", "actor", self.actor.compute_log_probs)
-                nodes = [output_node(output, self.actor) for output in (policy, reference(self.actor))]
-                graph = Graph(nodes, evaluation.samples.columns)
+                outputs = (
+                    ModelOutput("log_probs", "actor", self.actor.compute_log_probs),
+                    ModelOutput("ref_log_probs", "reference", self.actor.compute_ref_log_probs),
+                )
+                graph = Graph([output_node(output, self.actor) for output in outputs], evaluation.samples.columns)
                 samples = run_sync(draw(graph, evaluation.samples, self.runner, in_step=False)).batch
                 measured["kl/eval"] = float(kl_to_reference(samples, "log_probs", greedy=held_out.temperature == 0))
             result = held_out.note(self.steps, evaluation)

@@ -50,6 +50,7 @@ from verl.trainer.step import learn
 from verl.trainer.task import Samples, Task
 from verl.trainer.tasks import Mixture, check_permuted, critics_of, joined, tasks_of
 from verl.weights.layout import Mesh
+from verl.workers.actor import ActorWorker
 
 if TYPE_CHECKING:
     from verl.keywords import TrainerKeywords
@@ -359,7 +360,7 @@ class Trainer(Loop):
         spans = self.runner.spans[:]  # also of the time since the step before; threads add more meanwhile
         del self.runner.spans[: len(spans)]
         measured = {"time/step": seconds, **busy_shares(spans, seconds)}
-        measured["memory/peak_gb"] = self.actor.peak_memory() / 1e9
+        measured["memory/peak_gb"] = self.actor.group.call(ActorWorker.peak_memory) / 1e9
         add_metrics(record, measured, self._metrics)
         self.steps += 1
         updated = record["updated"] and "actor" not in skipped_roles(record) and record.get("grad_norm/actor") != 0

@@ -226,8 +226,9 @@ class ActorWorker(TrainedWorker):
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0, adapters: bool = True) -> Batch:
         """Column `log_probs`, aligned with `response_tokens`; without the model's `adapters` it is `ref_log_probs`."""
+        flat = self.engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
         column = "log_probs" if adapters else "ref_log_probs"
-        return _log_probs(self.engine, batch, temperature, column, adapters=adapters)
+        return Batch.from_columns({column: (flat, batch.lengths("response_tokens"))})
 
     @dispatch("train", split="rows", collect="rows")
     def scores(self, batch: Batch) -> Batch:
@@ -319,12 +320,8 @@ class ReferenceWorker:
     @dispatch("train", split="rows", collect="rows")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
         """Column `ref_log_probs`, aligned with `response_tokens`."""
-        return _log_probs(self.engine, batch, temperature, "ref_log_probs")
-
-
-def _log_probs(engine: TrainEngine, batch: Batch, temperature: float, column: str, *, adapters: bool = True) -> Batch:
-    flat = engine.predict(batch, ("log_probs",), temperature=temperature, adapters=adapters)["log_probs"]
-    return Batch.from_columns({column: (flat, batch.lengths("response_tokens"))})
+        flat = self.engine.predict(batch, ("log_probs",), temperature=temperature)["log_probs"]
+        return Batch.from_columns({"ref_log_probs": (flat, batch.lengths("response_tokens"))})
 
 
 def engine_factory(name: str | EngineFactory) -> EngineFactory | None:

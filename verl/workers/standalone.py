@@ -6,13 +6,13 @@ import queue
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from verl.batch import Batch
 from verl.rollout.base import Request, RolloutEngine, Sample, as_sampling
 from verl.rollout.options import SamplerOptions
 from verl.rollout.turns import Turns, response_columns
-from verl.weights.shard import Shard
 from verl.workers.pooled import PooledWorker
 
 if TYPE_CHECKING:
@@ -78,17 +78,6 @@ class Weights:
     version: int
     parts: tuple[Any, ...]
 
-    def shards(self) -> Iterator[Shard]:
-        """Fetch the shards, part by part.
-
-        Raises:
-            ray.exceptions.GetTimeoutError: a part does not come within its deadline.
-        """
-        import ray
-
-        for part in self.parts:
-            yield from ray.get(part, timeout=_PART_DEADLINE)
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -137,7 +126,10 @@ class StandaloneWorker(PooledWorker):
 
     def _take(self, engine: RolloutEngine, order: Weights | tuple[str, Batch, Mapping[str, Any]]) -> None:
         if isinstance(order, Weights):
-            engine.load_shards(order.shards(), order.version)
+            import ray
+
+            parts = (ray.get(part, timeout=_PART_DEADLINE) for part in order.parts)
+            engine.load_shards(chain.from_iterable(parts), order.version)
             return
         group, rows, settings = order
         engine.wake()

@@ -23,10 +23,9 @@ FRESH_LIMIT = 0.1
 class SyncCheck:
     """Compares the log-probs of an engine and the trainer on the samples in `probe`."""
 
-    def __init__(self) -> None:
-        #: A few of the latest rollout's first samples.
-        self.probe: Batch | None = None
-        self._fresh: float | None = None
+    #: A few of the latest rollout's first samples.
+    probe: Batch | None = None
+    _fresh: float | None = None
 
     def measure(self, engine: Any, trainer: TrainEngine) -> dict[str, float]:
         """`sync/mismatch` and `sync/mismatch/max`; empty without a probe.

@@ -62,13 +62,9 @@ class MiniBatchPlan:
         if self.epochs < 1:
             raise ConfigError(f"epochs must be at least 1, not {self.epochs}")
 
-    def mini_batches(self, samples: int) -> int:
-        """Mini-batches of an epoch."""
-        return max(1, -(-samples // (self.mini_batch_size or max(samples, 1))))
-
     def updates(self, samples: int) -> int:
         """Optimizer steps of an update, if groups divide evenly."""
-        return self.epochs * self.mini_batches(samples)
+        return self.epochs * max(1, -(-samples // (self.mini_batch_size or max(samples, 1))))
 
 
 def mini_batches(batches: Sequence[Batch], plan: MiniBatchPlan, round_: int) -> Iterator[list[Batch]]:
@@ -78,7 +74,7 @@ def mini_batches(batches: Sequence[Batch], plan: MiniBatchPlan, round_: int) -> 
     A plan of one step keeps the batches as they are; else groups are shuffled, by a permutation that depends on
     `(plan.seed, round_, epoch)` alone, so that a resumed run repeats it.
     """
-    count = plan.mini_batches(sum(batch.samples for batch in batches))
+    count = plan.updates(sum(batch.samples for batch in batches)) // plan.epochs
     for epoch in range(plan.epochs):
         if count == 1:
             yield list(batches)

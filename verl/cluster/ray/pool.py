@@ -138,6 +138,8 @@ class Pool:
             for worker in self.workers[size:]:
                 worker.is_leaving = True
                 self._leave(worker)
+                if not worker.jobs:
+                    self._end(worker)
             while self.size < size:
                 self._start()
 
@@ -173,8 +175,7 @@ class Pool:
         raise NotImplementedError
 
     def _leave(self, worker: Worker) -> None:
-        """End a worker that is no longer needed, now or once its jobs are done."""
-        raise NotImplementedError
+        """Hook: take its jobs from a worker that is to leave. One with jobs ends once they are done."""
 
     def _start(self) -> None:
         ray = connect()

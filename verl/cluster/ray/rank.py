@@ -29,19 +29,15 @@ _FETCH = 120.0
 
 
 class WorkerError(Exception):
-    """A worker's exception on its way to the driver: `error` itself, and its traceback with role, rank and host, which
-    an exception does not take along."""
-
-    def __init__(self, error: Exception, trace: str) -> None:
-        super().__init__(error, trace)
-        self.error, self.trace = error, trace
+    """A worker's exception on its way to the driver: its `args` are the exception itself, and its traceback with role,
+    rank and host, which an exception does not take along."""
 
 
 class RayRank:
     """The methods that the driver calls; one at a time and in the order they were called in, except for `watch`."""
 
-    def __init__(self) -> None:
-        self._store: Any = None
+    #: Where all ranks meet, at the rank that has opened it.
+    _store: Any = None
 
     def about(self) -> dict[str, Any]:
         """Where the rank is."""

@@ -119,8 +119,13 @@ class RayTransport(Transport):
                 if self._put[0]() is not first.table:
                     self._put = weakref.ref(first.table), ray.put(first)
                 first = self._put[1]
-            # What cannot travel is refused before the start. Several ranks may get the same.
-            shared = {id(command.args): _shared(command.args) for command in commands.values()}
+            # What cannot travel is refused before the start. Several ranks may get the same; large arguments go through
+            # the object store.
+            shared: dict[int, Any] = {}
+            for args in {id(command.args): command.args for command in commands.values()}.values():
+                buffers: list[Any] = []
+                pickled = ray.cloudpickle.dumps(args, buffer_callback=buffers.append)
+                shared[id(args)] = ray.put(args) if buffers or len(pickled) > _INLINE else pickled
             self.start()
             if self.ended is not None:
                 raise ClusterError(f"the ranks have been ended: {self.ended}")
@@ -147,8 +152,8 @@ class RayTransport(Transport):
             except ray.exceptions.RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, WorkerError):
-                    seen = cause.error
-                    seen.__cause__ = ClusterError(f"the worker's own traceback: {cause.trace}")
+                    seen, trace = cause.args
+                    seen.__cause__ = ClusterError(f"the worker's own traceback: {trace}")
                 else:
                     seen = ClusterError(f"{self.who(rank)} failed: {error}")
                 events.append(Event(rank, "error", seen))
@@ -171,13 +176,6 @@ class RayTransport(Transport):
                     ray.kill(worker)
                 if self._group is not None:
                     remove_placement_group(self._group)
-
-
-def _shared(args: tuple[Any, ...]) -> Any:
-    """Arguments for several ranks: pickled, or a reference to them in the object store if they are large."""
-    buffers: list[Any] = []
-    pickled = ray.cloudpickle.dumps(args, buffer_callback=buffers.append)
-    return ray.put(args) if buffers or len(pickled) > _INLINE else pickled
 
 
 def _free_cpus(ranks: int) -> float:

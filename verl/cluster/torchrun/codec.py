@@ -34,23 +34,18 @@ from verl.models.portable import PortableModel
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 
 
-def encode(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A value as JSON and its buffers (`uint8`, one dimension).
+def encode(value: Any, buffers: list[torch.Tensor]) -> Any:
+    """A value as JSON; its buffers (`uint8`, one dimension) are appended to `buffers`.
 
     Raises:
         ConfigError: it cannot travel; says what to do.
     """
-    buffers: list[torch.Tensor] = []
-    return _encoded(value, buffers), buffers
-
-
-def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
     if value is None or type(value) in _PLAIN:
         return value
     if (plain := next((kind for kind in _PLAIN if isinstance(value, kind)), None)) is not None:
         return plain(value)  # of a number of numpy, or an enumeration
     if type(value) is list:
-        return [_encoded(item, buffers) for item in value]
+        return [encode(item, buffers) for item in value]
     if (number := registry.numbers.get(id(value))) is not None:
         known = {"$": "known", "number": number}
         return _with_fields(known, value, buffers) if isinstance(value, BaseAlgorithm) else known
@@ -61,7 +56,7 @@ def _encoded(value: Any, buffers: list[torch.Tensor]) -> Any:
         return {"$": "tensor", "at": len(buffers) - 1, "dtype": dtype, "shape": list(value.shape)}
     for name, (kind, parts, _) in _FORMS.items():
         if isinstance(value, kind):
-            return {"$": name, "parts": _encoded(parts(value), buffers)}
+            return {"$": name, "parts": encode(parts(value), buffers)}
     if dataclasses.is_dataclass(value) or isinstance(value, BaseModel):
         return _with_fields({"$": "record", "name": _name(type(value))}, value, buffers)
     raise ConfigError(
@@ -79,12 +74,12 @@ def _with_fields(tree: dict[str, Any], value: Any, buffers: list[torch.Tensor]) 
     for name in _field_names(type(value)):
         held = len(buffers)
         try:
-            tree["fields"][name] = _encoded(getattr(value, name), buffers)
+            tree["fields"][name] = encode(getattr(value, name), buffers)
         except ConfigError:
             if tree["$"] == "record":
                 raise
             del buffers[held:]
-    return {**tree, "state": _encoded(value.state_dict(), buffers)} if isinstance(value, BaseAlgorithm) else tree
+    return {**tree, "state": encode(value.state_dict(), buffers)} if isinstance(value, BaseAlgorithm) else tree
 
 
 def decode(tree: Any, buffers: list[torch.Tensor]) -> Any:

@@ -46,8 +46,8 @@ class Message:
 
     @classmethod
     def of(cls, do: str, serial: int = 0, body: Any = None, answers: bool = False) -> Message:
-        tree, buffers = encode(body)
-        return cls(do, serial, answers, tree, buffers)
+        buffers: list[torch.Tensor] = []
+        return cls(do, serial, answers, encode(body, buffers), buffers)
 
     @property
     def body(self) -> Any:

@@ -23,7 +23,6 @@ from typing import Any
 
 from verl._host import ranks
 from verl._host.ranks import local_ranks, rank_here, registry, torchrun_ranks
-from verl.cluster.rank_worker import part_of
 from verl.cluster.torchrun.codec import decode_error
 from verl.cluster.torchrun.link import Link, Message, control_group
 from verl.cluster.torchrun.worker_loop import LEAVING, WorkerLoop
@@ -112,7 +111,9 @@ class TorchrunTransport(Transport):
             if rank in self._links:
                 same = id(args), id(rows)  # several ranks may get the same
                 if same not in encoded:
-                    part = None if is_stream or first is None else part_of(first, rows)
+                    part = None if is_stream else first
+                    if rows is not None and len(rows) < len(first):
+                        part = first.take(rows)
                     encoded[same] = Message.of("command", serial, (what, method, args, is_stream, part))
                 messages[rank] = replace(encoded[same], answers=answers)
         sent = _Sent(serial, what, {*messages}, collective)
