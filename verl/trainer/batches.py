@@ -119,8 +119,10 @@ def prepare_prompts(trainer: Loop, batch: Any) -> Any:
 class PromptPasses(PromptLoader):
     """Batches of prompts without end; its length is one pass."""
 
+    data: PromptDataset
+
     def __len__(self) -> int:
-        return math.ceil(len(self._rows) / self.batch_size)
+        return math.ceil(len(self.data) / self.batch_size)
 
 
 def _repeated(loader: DataLoader[Any], prepare: Callable[[Any], Any], seconds: float) -> Iterator[Any]:
