@@ -6,7 +6,6 @@ import difflib
 import inspect
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -59,8 +58,10 @@ def _make(source: Any, options: dict[str, Any]) -> RewardSource:
         return _build(FunctionReward, options, str(source))
     if isinstance(source, str) and source in REWARDS:
         return _named(source, options)
-    if isinstance(source, str) and (name := misspelt(source)):
-        raise ConfigError(f"no reward is called '{source}': did you mean '{name}'?")
+    is_name = isinstance(source, str) and not os.path.exists(source)
+    # Names of models on a hub are not close to these: they have an owner, "owner/name".
+    if is_name and (close := difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)):
+        raise ConfigError(f"no reward is called '{source}': did you mean '{close[0]}'?")
     if is_path or hasattr(source, "forward"):
         return _build(REWARDS["rm_hf"], options, source)
     if callable(source):
@@ -115,9 +116,3 @@ def _build(reward: type[FunctionReward] | str, options: dict[str, Any], *source:
         if option not in known:
             raise ConfigError(f"{kind.__name__} has no option '{option}': {takes(option) or nearest(option, known)}")
     return kind(*source, **options)
-
-
-def misspelt(source: str) -> str | None:
-    """The built-in reward with a similar name, if any. Names of models on a hub have an owner, "owner/name"."""
-    close = [] if Path(source).exists() else difflib.get_close_matches(source, REWARDS, n=1, cutoff=0.8)
-    return close[0] if close else None

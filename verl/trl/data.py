@@ -192,10 +192,8 @@ class TextLoader(TRLLoader):
     says."""
 
     def __init__(self, rows: Any, tokenizer: Any, args: Any, batch_size: int) -> None:
-        first: Mapping[str, Any] = next(iter(rows), {})
-        asked = args.completion_only_loss
-        paired = "prompt" in first and "completion" in first
-        self.whole = not paired or asked is False
+        paired = {"prompt", "completion"} <= set(next(iter(rows), {}))
+        self.whole = not paired or args.completion_only_loss is False
         super().__init__(rows, tokenizer, args, batch_size)
 
     def tokenize(self, tokenizer: Any) -> None:

@@ -202,7 +202,7 @@ class Events:
 
     def _measure(self, rows: Any, prefix: str) -> dict[str, float]:
         began, size = time.time(), len(rows) if hasattr(rows, "__len__") else None
-        metrics = {**self._evaluate(rows), "num_tokens": float(self.state.num_input_tokens_seen)}
+        metrics = {**whole(self._evaluate(rows)), "num_tokens": float(self.state.num_input_tokens_seen)}
         named = {f"{prefix}{name}": value for name, value in by_trl_names(metrics).items()}
         steps = None if size is None else math.ceil(size / (self.args.per_device_eval_batch_size or 8))
         named |= speed_metrics(prefix.removesuffix("_"), began, size, steps)
@@ -252,7 +252,7 @@ class Events:
 
 
 class ObservedTrainer(Trainer):
-    """`Trainer` that reports its steps to `events`, and whose updates and evaluations of losses have TRL's entries."""
+    """`Trainer` that reports its steps to `events`, and whose updates have TRL's entries."""
 
     events: Events
 
@@ -265,9 +265,6 @@ class ObservedTrainer(Trainer):
             ratio = responses.tokens("old_log_probs") - responses.tokens("ref_log_probs")
             metrics["kl"] = float(ratio[responses.written].mean())
         return metrics
-
-    def evaluate_loss(self, batch: Any) -> dict[str, float]:
-        return whole(super().evaluate_loss(batch))
 
     def _learn_from(self, samples: Mapping[str, Samples], *args: Any) -> dict[str, Any]:
         self.events.note_samples(samples[self.task.name].rows)

@@ -73,6 +73,9 @@ class BaseTrainer(Events):
     rows: ClassVar[int] = 1
     #: The loader of `train_dataset`, and the steps of an epoch.
     _data: Callable[[], tuple[Any, float]]
+    #: The reward, of samples; and further keywords of the actor.
+    _source: Callable[[], Reward | None] = staticmethod(lambda: None)
+    _training: Callable[[], dict[str, Any]] = staticmethod(dict)
     #: What a script has of the live model, where it is another object: see `_outside`.
     _shown: Any = None
     #: No loss balances the experts of a model, and it is uploaded nowhere.
@@ -170,13 +173,6 @@ class BaseTrainer(Events):
         tags = [*(getattr(model, "model_tags", None) or ()), self.tag, "trl"]
         for tagged in (model, self._shown or model):
             tagged.model_tags = tags
-
-    def _source(self) -> Reward | None:
-        return None
-
-    def _training(self) -> dict[str, Any]:
-        """Further keywords of the actor."""
-        return {}
 
     def _actor(
         self, model: Any, tokenizer: Any, optimizer: Any, peft_config: Any, placement: Any, rollout: Any
