@@ -10,8 +10,8 @@ ranks, so that a rank has memory for what it keeps alone.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -60,21 +60,26 @@ def model_shards(model: nn.Module) -> Iterator[Shard]:
             yield Shard(name, tuple(tensor.shape), offset, block)
 
 
-def whole_weights(shards: Iterable[Shard]) -> Iterator[Shard]:
-    """Each weight whole, once all its elements have come; shards are put together until then."""
-    parts: dict[str, Tensor] = {}
-    missing = Counter[str]()
+def whole_weights(shards: Iterable[Shard], parts: dict[str, tuple[Tensor, int]] | None = None) -> Iterator[Shard]:
+    """Each weight whole, once all its elements have come; shards are put together until then.
+
+    Args:
+        parts: weights that are not whole, and how many of their elements are missing, of former calls and for later
+            ones.
+    """
+    parts = {} if parts is None else parts
     for shard in shards:
         if shard.is_whole:
             yield shard
             continue
         if shard.name not in parts:
-            parts[shard.name] = shard.tensor.new_empty(shard.global_shape)
-            missing[shard.name] = parts[shard.name].numel()
-        shard.slice.of(parts[shard.name]).copy_(shard.tensor)
-        missing[shard.name] -= shard.tensor.numel()
-        if not missing[shard.name]:
-            yield Shard.whole(shard.name, parts.pop(shard.name))
+            parts[shard.name] = shard.tensor.new_empty(shard.global_shape), math.prod(shard.global_shape)
+        whole, missing = parts[shard.name]
+        shard.slice.of(whole).copy_(shard.tensor)
+        parts[shard.name] = whole, missing - shard.tensor.numel()
+        if missing == shard.tensor.numel():
+            del parts[shard.name]
+            yield Shard.whole(shard.name, whole)
 
 
 def fill_blocks(blocks: Blocks, shard: Shard, copy: bool = True) -> int:

@@ -109,10 +109,7 @@ def _open_on_cuda(uuid: bytes, *handle: Any) -> torch.UntypedStorage:
 #: Kind of device -> how its memory is shared. That of the CPU is torch's shared memory.
 MEMORIES: Mapping[str, Memory] = {
     "cuda": Memory(_share_on_cuda, _open_on_cuda),
-    "cpu": Memory(
-        lambda storage: storage._share_filename_cpu_(),
-        lambda *handle: torch.UntypedStorage._new_shared_filename_cpu(*handle),
-    ),
+    "cpu": Memory(torch.UntypedStorage._share_filename_cpu_, torch.UntypedStorage._new_shared_filename_cpu),
 }
 
 

@@ -24,7 +24,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from verl.rollout.vllm.transport import received
-from verl.weights.shard import Shard
+from verl.weights.shards import whole_weights
 
 BACKEND = "verl"
 _HEAD = "lm_head.weight"
@@ -56,11 +56,8 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
 
     init_info_cls = WeightTransferInitInfo
     update_info_cls = UpdateInfo
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.served: int | None = None
-        self._version: int | None = None
+    served: int | None = None
+    _version: int | None = None
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
@@ -81,8 +78,7 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded: set[str] = set()
         #: Weights that are not whole, and how many of their elements are missing.
-        self._parts: dict[str, Tensor] = {}
-        self._left: dict[str, int] = {}
+        self._parts: dict[str, tuple[Tensor, int]] = {}
         self._head: Tensor | None = None
 
     @torch.no_grad()
@@ -96,27 +92,13 @@ class ShardTransfer(WeightTransferEngine[WeightTransferInitInfo, UpdateInfo]):
         if self._version is None:
             self.served, self._version = None, update_info.version
             self._begin()
-        for shard in shards:
-            names = (shard.name, *update_info.tied.get(shard.name, ()))
-            if (tensor := self._whole(shard)) is None:
-                continue
+        for shard in whole_weights(shards, self._parts):
+            names, tensor = (shard.name, *update_info.tied.get(shard.name, ())), shard.tensor
             if _HEAD in names:  # some columns of it are read back later
                 self._columns = sorted({0, tensor.shape[1] // 3, tensor.shape[1] - 1})
                 self._head = tensor[:, self._columns]
             loads = self.model.load_weights((name, tensor) for name in names)
             self._loaded |= self._expected if loads is None else set(loads)
-
-    def _whole(self, shard: Shard) -> Tensor | None:
-        """The weight that this shard makes whole, if it does."""
-        name, tensor = shard.name, shard.tensor
-        if shard.is_whole:
-            return tensor
-        if name not in self._parts:
-            self._parts[name] = tensor.new_empty(shard.global_shape)
-            self._left[name] = self._parts[name].numel()
-        shard.slice.of(self._parts[name]).copy_(tensor)
-        self._left[name] -= tensor.numel()
-        return None if self._left[name] else self._parts.pop(name)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
