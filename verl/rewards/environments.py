@@ -120,7 +120,7 @@ class _EnvironmentCaller(ThreadCaller):
         self._episode = episode
 
     async def call(self, call: Call, timeout: float) -> list[Score] | None:
-        instances = [self._episode.of_row(row_id) for row_id in call.kwargs[PARAMETER]]
+        instances = [self._episode.held.get(row_id, (None, None))[1] for row_id in call.kwargs[PARAMETER]]
         if any(instance is None for instance in instances):
             return [
                 failure("environments are in the processes that generate: rewards read them where that is this one")

@@ -134,9 +134,10 @@ class EnvironmentEpisode(ToolEpisode):
         self.max_turns, self.max_result_tokens = max_turns, max_result_tokens
         #: Of the episode: two runs, and a moment to end each.
         self.deadline = 2 * deadline + 10.0
-        #: Whether rewards read the environments: then each is held, by the id of its row, until `release`.
+        #: Whether rewards read the environments, as they are when an episode has ended: then each is held, by the id of
+        #: its row, until `release`.
         self.is_read = False
-        self._held: dict[str, tuple[EnvironmentKind, Any]] = {}
+        self.held: dict[str, tuple[EnvironmentKind, Any]] = {}
         self._code = UserCode("environments")
 
     def check_values(self, where: str, rows: Batch) -> None:
@@ -218,7 +219,7 @@ class EnvironmentEpisode(ToolEpisode):
                     text = f"{kind.name}.get_reward() returned {shown(value)}: it is a number, or None"
                     raise RolloutError(text) from error
             if self.is_read:
-                self._held[str(row["id"])] = kind, instance
+                self.held[str(row["id"])] = kind, instance
             else:
                 kind.free.append(instance)
         return turns
@@ -255,15 +256,11 @@ class EnvironmentEpisode(ToolEpisode):
             values = {p.name: values[p.name] for p in parameters if p.name in values}
         return copy.deepcopy(values)  # a second run of the episode gets them as they were
 
-    def of_row(self, row_id: str) -> Any:
-        """The environment of an episode that has ended, as it is then; None: it had none."""
-        return self._held.get(row_id, (None, None))[1]
-
     def release(self, row_ids: Iterable[str]) -> None:
         """Nobody reads the environments of these rows any more."""
         for row_id in row_ids:
-            if row_id in self._held:
-                kind, instance = self._held.pop(row_id)
+            if row_id in self.held:
+                kind, instance = self.held.pop(row_id)
                 kind.free.append(instance)
 
 

@@ -101,7 +101,9 @@ class GuardModel:
     def __post_init__(self) -> None:
         if self.template is not None and "{response}" not in self.template:
             raise ConfigError("the template of a guard model must contain {response}")
-        if not self.refuses or not all(map(_words, self.refuses)):
+        #: The words of each entry in lower case; "no-one" and "isn't" are one word each.
+        self._bad = [_WORD.findall(entry.casefold()) for entry in self.refuses]
+        if not self._bad or not all(self._bad):
             raise ConfigError(f"refuses of a guard model are words, such as 'unsafe', not {shown(self.refuses)}")
         self._one_at_a_time = threading.Lock()
 
@@ -138,8 +140,8 @@ class GuardModel:
 
     def accepts(self, verdict: str) -> bool:
         """Whether a verdict in words, behind the thoughts of a model that thinks, is a good one. None is not."""
-        said = _words(behind_thoughts(verdict).partition("<think>")[0])
-        return bool(said) and not any(said[: len(bad)] == bad for bad in map(_words, self.refuses))
+        said = _WORD.findall(behind_thoughts(verdict).partition("<think>")[0].casefold())
+        return bool(said) and not any(said[: len(bad)] == bad for bad in self._bad)
 
     @cached_property
     def _loaded(self) -> tuple[Any, Any, bool]:
@@ -166,8 +168,3 @@ class GuardModel:
         parts = {"{prompt}": prompt, "{response}": response}  # neither may stand for the other
         text = re.sub(r"\{prompt\}|\{response\}", lambda match: parts[match[0]], self.template or TEMPLATE)
         return encode_plain(chat, text, closed=closed)
-
-
-def _words(text: str) -> list[str]:
-    """Its words in lower case; "no-one" and "isn't" are one word each."""
-    return _WORD.findall(text.casefold())

@@ -34,7 +34,8 @@ class AnthropicEvents(base.ItemEvents):
     def begin(self, answer: ChatAnswer) -> Iterator[str]:
         self.id = answer.replies[0].id
         unfinished: Body = {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**ANTHROPIC.answer(self.request, answer), **unfinished})
+        message = {**ANTHROPIC.answer(self.request, answer), **unfinished}
+        yield base.event({"type": "message_start", "message": message})
 
     def end(self, answer: ChatAnswer) -> Iterator[str]:
         whole = ANTHROPIC.answer(self.request, answer)
@@ -46,12 +47,12 @@ class AnthropicEvents(base.ItemEvents):
                     yield self._delta("input_json_delta", partial_json=part)
             yield from self.leave()
         end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=end, usage={"output_tokens": answer.sampled})
-        yield _event("message_stop")
+        yield base.event({"type": "message_delta", "delta": end, "usage": {"output_tokens": answer.sampled}})
+        yield base.event({"type": "message_stop"})
 
     def opened(self, item: Body) -> Iterator[str]:
         begun = {"type": self.kind, **item, **_EMPTY[self.kind]}
-        yield _event("content_block_start", index=self.index, content_block=begun)
+        yield base.event({"type": "content_block_start", "index": self.index, "content_block": begun})
 
     def delta(self, text: str) -> str:
         return self._delta(f"{self.kind}_delta", **{self.kind: text})
@@ -59,10 +60,10 @@ class AnthropicEvents(base.ItemEvents):
     def closed(self) -> Iterator[str]:
         if self.kind == "thinking":
             yield self._delta("signature_delta", signature=self.id)
-        yield _event("content_block_stop", index=self.index)
+        yield base.event({"type": "content_block_stop", "index": self.index})
 
     def _delta(self, kind: str, **data: Any) -> str:
-        return _event("content_block_delta", index=self.index, delta={"type": kind, **data})
+        return base.event({"type": "content_block_delta", "index": self.index, "delta": {"type": kind, **data}})
 
 
 class Anthropic(base.Dialect):
@@ -84,7 +85,6 @@ class Anthropic(base.Dialect):
     stop = "stop_sequences"
     tool_types = (None, "custom")
     tool_schema = "input_schema"
-    error_event = "error"
     events = AnthropicEvents
 
     def choice(self, body: Body) -> str:
@@ -162,10 +162,6 @@ def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
         yield {"type": "text", "text": message.content}
     for call in message.calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-
-
-def _event(name: str, **data: Any) -> str:
-    return base.event({"type": name, **data}, name)
 
 
 ANTHROPIC = Anthropic()

@@ -151,7 +151,6 @@ class Dialect:
         tool_types: of tools that the agent runs, first the type of one that names none.
         tool_field: holds the rest of a tool, and of a tool choice; "": they hold it themselves.
         tool_schema: the field with a tool's JSON schema.
-        error_event: the name of an error's event.
         messages: the conversation in a body.
         schema: the JSON schema that a reply must match.
         answer: the body of an answer.
@@ -166,7 +165,6 @@ class Dialect:
     tool_types: ClassVar[Sequence[str | None]] = ("function",)
     tool_field = ""
     tool_schema = "parameters"
-    error_event = ""
     messages: Callable[[Body], Iterable[Message]]
     schema: Callable[[Body], Body | None]
     answer: Callable[[ChatRequest, ChatAnswer], Body]
@@ -244,7 +242,7 @@ class Dialect:
 
     def failure(self, fault: RequestError) -> str:
         """The event of an error after the stream has begun."""
-        return event(self.error(fault), self.error_event)
+        return event(self.error(fault))
 
 
 class ItemEvents(Events):
@@ -282,10 +280,10 @@ class ItemEvents(Events):
         self.kind = ""
 
 
-def event(data: Body | str, name: str = "") -> str:
-    """A server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+def event(data: Body) -> str:
+    """A server-sent event, which has the name of its data's type."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
 def invalid(param: str, message: str) -> RequestError:

@@ -41,7 +41,7 @@ class ChatEvents(base.Events):
             yield self._chunk(index, {}, choice["finish_reason"], choice["logprobs"])
         if self.request.stream_usage:
             yield base.event({**self._head, "choices": [], "usage": whole["usage"]})
-        yield base.event("[DONE]")
+        yield "data: [DONE]\n\n"
 
     def _chunk(self, index: int, delta: Body, finish: str | None = None, log_probs: Body | None = None) -> str:
         choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": finish}

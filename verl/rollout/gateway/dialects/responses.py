@@ -76,8 +76,7 @@ class ResponsesEvents(base.ItemEvents):
         return self._event(event, **where, **({"content_index": 0} if self.kind != "function_call" else {}), **data)
 
     def _event(self, event: str, /, **data: Any) -> str:
-        event = f"response.{event}"
-        return base.event({"type": event, "sequence_number": next(self._numbers), **data}, event)
+        return base.event({"type": f"response.{event}", "sequence_number": next(self._numbers), **data})
 
 
 class Responses(base.Dialect):
@@ -161,7 +160,7 @@ class Responses(base.Dialect):
 
     def failure(self, fault: RequestError) -> str:
         error = {"code": fault.code or "server_error", "message": str(fault), "param": fault.param}
-        return base.event({"type": "error", **error, "sequence_number": 0}, "error")
+        return base.event({"type": "error", **error, "sequence_number": 0})
 
 
 def _read_item(item: Body, where: str) -> Message:
