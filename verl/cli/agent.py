@@ -62,10 +62,10 @@ def check(
     done = check_agent(episode, model, rows, max_new_tokens=max_new_tokens, temperature=temperature)
     for each in done:
         if as_json:
-            typer.echo(json.dumps({**asdict(each), "trained": each.is_trained}, ensure_ascii=False))
+            typer.echo(json.dumps(asdict(each), ensure_ascii=False))
         else:
             _show(each)
-    if not all(each.is_trained for each in done):
+    if not all(each.trained for each in done):
         raise typer.Exit(1)  # an episode would not be trained
 
 

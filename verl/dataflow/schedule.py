@@ -88,17 +88,20 @@ class Schedule(Generic[T]):
             raise DataError(f"group '{group}' is lost, and was not being sampled")
 
     @property
-    def due(self) -> bool:
-        """Whether a training step can be taken: its groups are there, and those left can be trained in time."""
+    def due(self) -> list[str]:
+        """The groups of the next training step, in the order of acceptance. Empty: it cannot be taken, since too few
+        are there, or those left could not be trained in time."""
         if len(self.ready) < self.groups:
-            return False
-        chosen = self._oldest()
-        left = [began for group, (began, _) in self.ready.items() if group not in chosen] + [*self.begun.values()]
+            return []
+        finished = (group for group in self.untrained if group in self.ready)
+        oldest = {*sorted(finished, key=lambda group: self.ready[group][0])[: self.groups]}
+        left = [began for group, (began, _) in self.ready.items() if group not in oldest] + [*self.begun.values()]
         # Due by the k-th step after the next, v + 1 + k, are groups that began by v + 1 + k - S.
-        return all(
+        in_time = all(
             sum(began <= self.version + 1 + k - self.max_staleness for began in left) <= (k + 1) * self.groups
             for k in range(-1, self.max_staleness - 1)
         )
+        return [group for group in self.untrained if group in oldest] if in_time else []
 
     def take(self) -> list[T]:
         """The groups of the next training step, in the order of acceptance.
@@ -106,19 +109,12 @@ class Schedule(Generic[T]):
         Raises:
             DataError: no step is due.
         """
-        if not self.due:
+        if not (chosen := self.due):
             raise DataError(f"no step is due: {len(self.ready)} of {self.groups} groups are ready")
-        oldest = self._oldest()
         self.version += 1
-        chosen = [group for group in self.untrained if group in oldest]
         for group in chosen:
             del self.untrained[group]
         return [self.ready.pop(group)[1] for group in chosen]
-
-    def _oldest(self) -> set[str]:
-        """The groups a step would take now."""
-        finished = (group for group in self.untrained if group in self.ready)
-        return {*sorted(finished, key=lambda group: self.ready[group][0])[: self.groups]}
 
     def restore(self, version: int, waiting: list[str], ready: dict[str, tuple[int, T]]) -> None:
         """Go on from a step: `waiting` begin again; `ready` have their samples, and the step they began after.

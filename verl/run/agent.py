@@ -44,6 +44,7 @@ class CheckedEpisode:
         calls, calls_left_out: of an agent: how many were answered, and how many of these are not trained, by reason.
         other_calls: how many requests other models answered, by name.
         warnings: what somebody should look at.
+        trained: whether any token would be.
     """
 
     row: str
@@ -54,10 +55,7 @@ class CheckedEpisode:
     calls_left_out: dict[str, int] = field(default_factory=dict)
     other_calls: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-
-    @property
-    def is_trained(self) -> bool:
-        return self.left_out is None and any(part["trained"] for parts in self.conversations for part in parts)
+    trained: bool = False
 
 
 def episode_of(spec: str, chat_template: str | None) -> Any:
@@ -131,7 +129,8 @@ class _Watch:
         else:
             done.reward, done.calls, done.calls_left_out = record.result.reward, len(record.calls), {**record.excluded}
             done.other_calls, done.warnings = {**record.others}, _of_calls(record)
-        if not done.is_trained:
+        done.trained = any(part["trained"] for conversation in parts for part in conversation)
+        if not done.trained:
             done.warnings.append("nothing would be trained: no token of the policy is in it")
         if done.reward is None:
             done.warnings.append("it says no reward: a reward function of the trainer has to")
