@@ -85,10 +85,9 @@ class Reward:
         for source in leaves(self.source):
             if getattr(source, "needs_processes", False) and not isinstance(source.group, RewardPool):  # type: ignore[attr-defined]
                 source.call_in(partial(RewardPool, workers=1, max_workers=os.cpu_count()))  # type: ignore[attr-defined]
-        here = (source for source in leaves(self.source) if isinstance(getattr(source, "group", None), ThreadCaller))
-        functions = [source.function for source in here]  # type: ignore[attr-defined]
+        here = [source for source in leaves(self.source) if isinstance(getattr(source, "group", None), ThreadCaller)]
         #: Reward models of this process among its parts.
-        self._models = [function for function in functions if isinstance(function, TextScorer)]
+        self._models = [source.function for source in here if isinstance(source.function, TextScorer)]  # type: ignore[attr-defined]
         if load:
             self.load()
         if placement is not None:

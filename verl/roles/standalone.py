@@ -68,7 +68,6 @@ class RolloutPool(Pool):
         self.weights: Weights | None = None
         self._lost: list[str] = []
         self._queue: Any = None
-        self._is_closed = False
         if transport == "queue":
             from ray.util.queue import Queue
 
@@ -149,10 +148,9 @@ class RolloutPool(Pool):
 
     def close(self) -> None:
         super().close()
-        self._is_closed = True
-        if self._queue is not None:
-            self._queue.shutdown(force=True)
-            self._queue = None
+        ended, self._queue = self._queue, None
+        if ended is not None:
+            ended.shutdown(force=True)
 
     def _take(self, worker: Worker, name: str, answer: Any) -> Finished | Lost | None:
         from ray.exceptions import RayError
@@ -203,13 +201,13 @@ class RolloutPool(Pool):
         from ray.util.queue import Empty
 
         taken = self._queue
-        while not self._is_closed:
+        while self._queue is not None:
             try:
                 done = taken.get(timeout=_TICK)
             except Empty:
                 continue
             except RayError as error:
-                if not self._is_closed:
+                if self._queue is not None:
                     lost = ClusterError(f"the queue of finished samples is gone: {error}")
                     with self.lock:
                         for worker in self.workers[:1]:
