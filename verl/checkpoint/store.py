@@ -289,11 +289,14 @@ def save_checkpoint(
             is at `path` is no checkpoint.
     """
     path = Path(path).absolute()
-    if not _may_replace(path):
+    try:
+        if os.path.lexists(path) and any(path.iterdir()):
+            durable.read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
+    except (OSError, ValueError):
         raise CheckpointError(
             f"{path} is there already and is no checkpoint (it has no {MANIFEST} of one): nothing was saved, and it is "
             "as it was; name a directory that is not there yet, or an empty one"
-        )
+        ) from None
     return Saving(path, step, files, identity or {}, writers).wait()
 
 
@@ -337,16 +340,6 @@ def model_identity(role: str, architecture: str, weights: Mapping[str, Tensor]) 
     total = sum(math.prod(shape) for _, shape in shapes)
     sha = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
     return {f"{role}.architecture": architecture, f"{role}.parameters": str(total), f"{role}.shapes": sha[:16]}
-
-
-def _may_replace(path: Path) -> bool:
-    """Whether a checkpoint may take the place: nothing is there, an empty directory, or a checkpoint."""
-    try:
-        if os.path.lexists(path) and any(path.iterdir()):
-            durable.read_json(path / MANIFEST, _Manifest)  # others have a file of that name, too
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _read_manifest(root: Path) -> _Manifest:
