@@ -21,7 +21,7 @@ def log_ratio(rows: list[list[float]] = ROWS) -> LogRatio:
     lengths = [len(row) for row in rows]
     batch = experience(lengths, ["g"] * len(rows), [1.0] * len(rows)).drop(["response_mask"])
     flat = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
-    return LogRatio.of(Responses(batch), flat, torch.zeros_like(flat))
+    return LogRatio(Responses(batch), flat, torch.zeros_like(flat))
 
 
 def test_token_weights_are_truncated_or_masked() -> None:

@@ -169,7 +169,8 @@ GOLDEN = [
     ),
     (
         ["actor_rollout_ref.rollout.stop=['']"],
-        "actor_rollout_ref.rollout.stop: must not hold an empty text (override 'actor_rollout_ref.rollout.stop=['']')",
+        "actor_rollout_ref.rollout.stop.0: must be a text that is not empty, not '' "
+        "(override 'actor_rollout_ref.rollout.stop=['']')",
     ),
     (
         ["actor_rollout_ref.rollout.temperature=1e-9"],

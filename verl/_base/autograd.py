@@ -43,8 +43,7 @@ def add_rows(total: Tensor, index: Tensor, values: Tensor, scale: float = 1.0) -
 
 def take_rows(values: Tensor, index: Tensor) -> Tensor:
     """`[M, ...]` -> `[N, ...]`: the rows at `index` `[N]` (int64), with repetitions. Differentiable."""
-    count = len(values)
-    return _through(values, lambda x: x.index_select(0, index), lambda grad: sum_rows(grad, index, count))
+    return _through(values, lambda x: x.index_select(0, index), partial(sum_rows, index=index, count=len(values)))
 
 
 class _Pass(torch.autograd.Function):
@@ -62,8 +61,7 @@ class _Pass(torch.autograd.Function):
         return ctx.pass_back(grads[0]), None, None
 
 
-def _through(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]) -> Tensor:
-    return _Pass.apply(x, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
+_through: Callable[[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor | None]], Tensor] = _Pass.apply
 
 
 def bounded(x: Tensor, low: float, high: float) -> Tensor:

@@ -237,27 +237,23 @@ def link_atomic(link: Path, target: str) -> None:
         try_remove(staging)
 
 
-def seal(path: Path) -> str:
-    """Make a file durable; returns the SHA-256 of what can be read back."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return digest(file.fileno())
-
-
 def seal_all(paths: Iterable[Path], root: Path) -> dict[str, dict[str, Any]]:
     """Make files durable as they come: `sha256` and `size` of each, by its path below `root`."""
     # Hashing and syncing a file takes as long as writing it, so it goes on beside the writing of the next.
     with ThreadPoolExecutor(1, thread_name_prefix="verl-seal") as sealer:
-        seals = {path: sealer.submit(seal, path) for path in paths}
+        seals = {path: sealer.submit(digest, path, seal=True) for path in paths}
     return {
         path.relative_to(root).as_posix(): {"sha256": sealed.result(), "size": path.stat().st_size}
         for path, sealed in seals.items()
     }
 
 
-def digest(file: str | Path | int) -> str:
-    """SHA-256 of a file, or of one that is open, by its descriptor, from its beginning."""
+def digest(file: str | Path | int, *, seal: bool = False) -> str:
+    """SHA-256 of a file, or of one that is open, by its descriptor, from its beginning; with `seal` it is made durable
+    first."""
     with open(file, "rb", closefd=not isinstance(file, int)) as opened:
+        if seal:
+            os.fsync(opened.fileno())
         opened.seek(0)
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

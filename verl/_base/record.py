@@ -23,6 +23,7 @@ _LIMITS = {
     "greater_than": "more than {gt}",
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",
+    "string_too_short": "a text that is not empty",
 }
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -71,18 +72,23 @@ def _at_once(value: int) -> int:
 AtOnce = Annotated[int, Field(ge=1, lt=2**63), AfterValidator(_at_once)]
 
 
+def matching(value: str, pattern: str, rule: str) -> str:
+    """A text as it is.
+
+    Raises:
+        ValueError: it does not match the pattern; `rule` says in words what it must be.
+    """
+    if not re.fullmatch(pattern, value):
+        raise ValueError(f"must be {rule}, not '{value}'")
+    return value
+
+
 def function_path(value: str) -> str:
     """FILE.py:NAME of a user's function or class."""
     file, _, function = value.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
         raise ValueError(f"must be FILE.py:FUNCTION, such as rewards.py:score, not '{value}'")
     return os.path.expanduser(value)  # a shell does so only where a word begins with ~
-
-
-def _no_empty(values: tuple[str, ...]) -> tuple[str, ...]:
-    if not all(values):
-        raise ValueError("must not hold an empty text")
-    return values
 
 
 #: What a setting changes, stated where it is defined: losses or samples; what they cost, and no more than their
@@ -110,7 +116,7 @@ limit: Any = partial(_field, "limit")
 
 
 FunctionPath = Annotated[str, AfterValidator(function_path)]
-Strings = Annotated[tuple[str, ...], AsTuple, AfterValidator(_no_empty)]
+Strings = Annotated[tuple[Name, ...], AsTuple]
 #: Steps that a sample may be behind: prompts and samples of each are held.
 Staleness = Annotated[int, Field(ge=0, le=1000)]
 #: Processes of one kind: more are a mistake that would bring any machine down.
@@ -130,10 +136,6 @@ class SettingsError(ConfigError):
     def __init__(self, owner: str, problems: list[Problem]) -> None:
         super().__init__("; ".join(f"{'.'.join((owner, *path))}: {text}" for path, text, _ in problems))
         self.problems = problems
-
-
-#: Why only the default of a setting is accepted, where no machine without accelerators can tell whether another works.
-ONLY_GPUS = "only GPUs can show it, and it has not been shown"
 
 
 def extra(field: FieldInfo, name: str) -> Any:

@@ -48,7 +48,7 @@ ACTOR_COLUMNS: tuple[str, ...] = ("old_log_probs", "advantages")
 ROLES = frozenset({"actor", "critic", "reference", "reward", "cost", "cost_critic"})
 #: The loss of each trained role, and the methods that it is made of.
 _LOSSES = {
-    "actor": ("compute_loss", "policy_loss", "importance"),
+    "actor": ("compute_loss", "policy_loss", "ratio", "importance"),
     "critic": ("compute_critic_loss",),
     "cost_critic": ("compute_cost_critic_loss",),
 }
@@ -79,8 +79,8 @@ class BaseAlgorithm(ABC):
             any that is set). A subclass adds its own to its bases'.
         no_gradient_at_zero: a statement about the losses of the class that sets it: a token whose weight or whose
             advantage is 0 has a gradient of exactly 0, whatever the model predicts. Rows of such tokens alone need not
-            be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `importance`; of critics
-            `compute_critic_loss`, `compute_cost_critic_loss`) has to state it again.
+            be computed. A subclass that overrides a loss (`compute_loss`, `policy_loss`, `ratio`, `importance`; of
+            critics `compute_critic_loss`, `compute_cost_critic_loss`) has to state it again.
     """
 
     name = ""
@@ -106,6 +106,8 @@ class BaseAlgorithm(ABC):
     needs_entropy = False
     #: Whether it learns from comparing the samples of one prompt, so that one sample alone says nothing.
     needs_groups = False
+    #: The attributes that change from batch to batch, by their names in `state_dict`: numbers, or lists of them.
+    _state: ClassVar[Mapping[str, str]] = {}
     #: Whether the only step on the policy's own samples, too, reads the `old_log_probs` of `prepare`.
     keeps_old_log_probs = False
 
@@ -238,10 +240,12 @@ class BaseAlgorithm(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from batch to batch (KL coefficient, lambda), as JSON."""
-        return {}
+        return {name: getattr(self, attribute) for name, attribute in self._state.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have no state
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`."""
+        for name, attribute in self._state.items():
+            setattr(self, attribute, state[name])
 
 
 @dataclass(eq=False)

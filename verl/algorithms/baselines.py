@@ -6,7 +6,6 @@ and `RLOO`'s may be the whole response's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -17,7 +16,7 @@ from verl._base.record import Count, Natural, NotNegative, Positive, Share
 from verl.algorithms import advantages as adv
 from verl.algorithms.base import present
 from verl.algorithms.episodes import Episodes
-from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms
+from verl.algorithms.losses import AggregationMode, PolicyLoss, PolicyTerms, bounded_ratio
 from verl.algorithms.policy import NO_CLIP, Experience, PolicyGradient
 from verl.algorithms.registry import register_algorithm
 from verl.algorithms.responses import Responses
@@ -180,18 +179,12 @@ class RLOO(PolicyGradient):
         return {"advantages": advantages[e.responses.sequence]}
 
     def ratio(self, t: PolicyTerms) -> Tensor:
-        return super().ratio(self._terms(t))
-
-    def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
-        return super().policy_loss(self._terms(t))
-
-    def _terms(self, t: PolicyTerms) -> PolicyTerms:
         if self.ratio_of == "token":
-            return t
+            return super().ratio(t)
         # The row's value at each token, and through a token's own log-prob its part of the row's gradient: times the
         # number of tokens, for the mean over them that "seq-mean-token-mean" takes.
         row, tokens = t.row_sum(t.log_ratio).detach(), t.row_sum(torch.ones_like(t.log_probs)).detach()
-        return replace(t, log_ratio=row + tokens * (t.log_probs - t.log_probs.detach()))
+        return bounded_ratio(row + tokens * (t.log_probs - t.log_probs.detach()))
 
 
 @register_algorithm("opo")

@@ -12,7 +12,7 @@ is 0, it is left out of the measures, and `mismatch/nonfinite` counts it.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,18 +29,14 @@ Rejection = Literal[
 ]  # fmt: skip
 
 
-class LogRatio(NamedTuple):
+class LogRatio:
     """log pi_trainer - log pi_engine of the tokens `[R]`, 0 where it is not usable, and which are usable."""
 
-    values: Tensor
-    usable: Tensor
-    responses: Responses
-
-    @classmethod
-    def of(cls, responses: Responses, trainer: Tensor, engine: Tensor) -> LogRatio:
+    def __init__(self, responses: Responses, trainer: Tensor, engine: Tensor) -> None:
         difference = trainer - engine
-        usable = responses.written & difference.isfinite()
-        return cls(torch.where(usable, difference, 0.0), usable, responses)
+        self.responses = responses
+        self.usable = responses.written & difference.isfinite()
+        self.values = torch.where(self.usable, difference, 0.0)
 
 
 def importance_weights(

@@ -24,7 +24,7 @@ from verl.errors import DataError
 
 class Episodes:
     """Shapes: R response tokens of S rows, which are trajectories, of E episodes, separate ones included. Without a
-    column `episode` each row is an episode, and nothing is computed.
+    column `episode` each row is an episode.
 
     Attributes:
         rows: the batch, with the rows of an episode next to each other.
@@ -32,11 +32,13 @@ class Episodes:
             several trajectories with rewards of their own it is the mean. Other columns of rows are the first one's.
         number: `[S]` int64, the episode of each row of the batch that was given.
         whole: `[E]` int64, for a separate one the episode that it belongs to, else itself.
+        trajectories, responses: of `rows` and of `batch`.
     """
 
     def __init__(self, batch: Batch) -> None:
         self.rows = self.batch = batch
         self.number = self.whole = torch.arange(len(batch))
+        self.trajectories = self.responses = Responses(batch)
         self.are_rows = "episode" not in batch
         if self.are_rows:
             return
@@ -46,6 +48,7 @@ class Episodes:
         order = [row for _, rows in members for row in rows]
         if order != sorted(order):
             self.rows = batch.take(order)
+            self.trajectories = self.responses = Responses(self.rows)
         self._apart = [name for name, _ in members]
         wholes = torch.tensor([name is None for name in self._apart], dtype=torch.bool)
         self.whole = torch.where(wholes, torch.arange(len(members)), 0).cummax(0).values
@@ -53,16 +56,7 @@ class Episodes:
         self._firsts: list[int] = (self._sizes.cumsum(0) - self._sizes).tolist()
         if len(members) != len(batch) or "trajectory_reward" in batch or "call_rewards" in batch:
             self.batch = self._merged()
-
-    @cached_property
-    def trajectories(self) -> Responses:
-        """Of `rows`."""
-        return Responses(self.rows)
-
-    @cached_property
-    def responses(self) -> Responses:
-        """Of `batch`."""
-        return self.trajectories if self.batch is self.rows else Responses(self.batch)
+            self.responses = Responses(self.batch)
 
     @property
     def planned(self) -> Tensor:

@@ -38,31 +38,6 @@ _COLUMNS: tuple[str, ...] = ("group", "label")
 _SMOOTHED = ("sigmoid", "sigmoid_norm", "exo_pair", "aot")
 
 
-def only_pairs(batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """The rows that form pairs, and how many rows do not (a missing partner, equal labels, a third row).
-
-    Raises:
-        DataError: no column `label`, no pair at all, or none whose responses differ.
-    """
-    labels = batch.tensor("label", torch.float64).tolist()
-    paired, pairs = [False] * len(batch), []
-    for rows in batch.group_indices():
-        if sorted(labels[row] for row in rows) == [0.0, 1.0]:
-            paired[rows[0]] = paired[rows[1]] = True
-            pairs.append(rows)
-    dropped = paired.count(False)
-    if dropped == len(paired):
-        raise DataError(
-            f"none of {len(paired)} rows belongs to a preference pair: a pair is a group (column 'group') of two rows, "
-            "one with label 1 and one with label 0"
-        )
-    tokens = batch.arrow("response_tokens")
-    # The loss says nothing of what is in such pairs: its gradient is rounding.
-    if all(tokens[a] == tokens[b] for a, b in pairs):
-        raise DataError(f"the two responses of each of {len(pairs)} pairs are the same tokens: no preference is there")
-    return (batch.filter(paired) if dropped else batch), {"pairs/dropped_rows": float(dropped)}
-
-
 def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     """`[S]` -> (chosen `[G]`, rejected `[G]`) of the G pairs of this micro-batch, in the same order."""
     # By group, the chosen row first: chosen rows are then at even positions.
@@ -71,10 +46,14 @@ def split_pairs(x: LossInput, values: Tensor) -> tuple[Tensor, Tensor]:
     return values[order[0::2]], values[order[1::2]]
 
 
-def accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Pairs of `[G]` whose chosen response wins, ties half: a model without a preference has one half of them. In fp64,
-    so that parts of a share add up to 1 at most."""
-    return (chosen > rejected).sum().double() + 0.5 * (chosen == rejected).sum()
+def compared(x: LossInput, scores: Tensor, beta: float = 1.0) -> tuple[Tensor, Tensor, dict[str, Tensor | float]]:
+    """`split_pairs` of scores `[S]`, and how often and by how much, times `beta`, the chosen responses win."""
+    chosen, rejected = split_pairs(x, scores)
+    pairs = max(x.total_groups, 1)
+    # Ties count half, as a model without a preference wins half. In fp64, so that parts of a share add up to 1 at most.
+    wins = (chosen > rejected).sum().double() + 0.5 * (chosen == rejected).sum()
+    margin = beta * (chosen - rejected).detach().sum()
+    return chosen, rejected, {"pairs/accuracy": wins / pairs, "pairs/margin": margin / pairs}
 
 
 def sequence_log_probs(x: LossInput, log_probs: Tensor) -> Tensor:
@@ -87,15 +66,50 @@ def sequence_tokens(x: LossInput) -> Tensor:
     return x.sum_by_sequence(x.mask.to(x.weights.dtype)).clamp(min=1)
 
 
-class PreferenceAlgorithm(BaseAlgorithm):
+class PairAlgorithm(BaseAlgorithm):
+    """Base of the algorithms that learn from preference pairs."""
+
+    loss_columns = _COLUMNS
+    unread = NOT_BY_TOKEN
+    online = False
+    coupled = True
+
+    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The rows that form pairs, and how many rows do not (a missing partner, equal labels, a third row).
+
+        Raises:
+            DataError: no column `label`, no pair at all, or none whose responses differ.
+        """
+        batch = one_trajectory(batch, self.name)
+        labels = batch.tensor("label", torch.float64).tolist()
+        paired, pairs = [False] * len(batch), []
+        for rows in batch.group_indices():
+            if sorted(labels[row] for row in rows) == [0.0, 1.0]:
+                paired[rows[0]] = paired[rows[1]] = True
+                pairs.append(rows)
+        dropped = paired.count(False)
+        if dropped == len(paired):
+            raise DataError(
+                f"none of {len(paired)} rows belongs to a preference pair: a pair is a group (column 'group') of two "
+                "rows, one with label 1 and one with label 0"
+            )
+        tokens = batch.arrow("response_tokens")
+        # The loss says nothing of what is in such pairs: its gradient is rounding.
+        if all(tokens[a] == tokens[b] for a, b in pairs):
+            raise DataError(
+                f"the two responses of each of {len(pairs)} pairs are the same tokens: no preference is there"
+            )
+        return (batch.filter(paired) if dropped else batch), {"pairs/dropped_rows": float(dropped)}
+
+
+class PreferenceAlgorithm(PairAlgorithm):
     """Base of the pair losses of language models. `beta` scales the implicit reward."""
 
     roles = frozenset({"actor", "reference"})
     loss_columns = (*_COLUMNS, "ref_log_probs")
-    unread = NOT_BY_TOKEN
-    online = False
-    coupled = True
     samples_per_prompt = 2
+    #: Whether scores are means over tokens.
+    per_token = False
 
     beta: Positive = 0.1
 
@@ -104,8 +118,11 @@ class PreferenceAlgorithm(BaseAlgorithm):
         """`[G]` losses from the pairs' scores `[G]`."""
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
-        """`[S]`: the log-ratio of each row to the reference."""
-        return sequence_log_probs(x, log_probs - x.columns["ref_log_probs"])
+        """`[S]`: the log-ratio of each row to the reference, without one its log-prob; a mean if `per_token`."""
+        if "reference" in self.roles:
+            log_probs = log_probs - x.columns["ref_log_probs"]
+        sums = sequence_log_probs(x, log_probs)
+        return sums / sequence_tokens(x) if self.per_token else sums
 
     def extend(self, batch: Batch) -> Batch:
         """Samples with rewards instead of labels become pairs, as in online DPO (arXiv:2402.04792): from each group the
@@ -132,19 +149,12 @@ class PreferenceAlgorithm(BaseAlgorithm):
         chosen = sorted(label)
         return batch.take(chosen).add({"label": [label[row] for row in chosen]})
 
-    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        return only_pairs(batch)
-
     def compute_loss(self, x: LossInput) -> Loss:
-        chosen, rejected = split_pairs(x, self.scores(x, self.needed_log_probs(x)))
+        chosen, rejected, metrics = compared(x, self.scores(x, self.needed_log_probs(x)), self.beta)
         pairs = max(x.total_groups, 1)
-        metrics = {
-            "pairs/accuracy": accuracy(chosen, rejected) / pairs,
-            "pairs/margin": self.beta * (chosen - rejected).detach().sum() / pairs,
-            "pairs/chosen": self.beta * chosen.detach().sum() / pairs,
-            "pairs/rejected": self.beta * rejected.detach().sum() / pairs,
-        }
-        return Loss(total=self.pair_losses(chosen, rejected).sum() / pairs, metrics={**metrics})
+        metrics["pairs/chosen"] = self.beta * chosen.detach().sum() / pairs
+        metrics["pairs/rejected"] = self.beta * rejected.detach().sum() / pairs
+        return Loss(total=self.pair_losses(chosen, rejected).sum() / pairs, metrics=metrics)
 
 
 @register_algorithm("dpo")
@@ -193,6 +203,7 @@ class DPO(PreferenceAlgorithm):
             )
         if not self.label_smoothing and self.loss_type == "exo_pair":
             raise ConfigError("dpo: loss_type='exo_pair' needs label_smoothing above 0, such as 0.001")
+        self.per_token = self.loss_type == "sigmoid_norm"
         if self.loss_type == "aot":
             self.needs_log_probs, self.loss_columns = True, (*self.loss_columns, "aot_shift")
 
@@ -214,8 +225,6 @@ class DPO(PreferenceAlgorithm):
 
     def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
         scores = super().scores(x, log_probs)
-        if self.loss_type == "sigmoid_norm":
-            return scores / sequence_tokens(x)
         return scores + x.columns["aot_shift"] if self.loss_type == "aot" else scores
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -236,13 +245,11 @@ class DPO(PreferenceAlgorithm):
 
 
 class WithoutReference(PreferenceAlgorithm):
-    """Base of those that compare log-probs per token instead."""
+    """Base of those that compare log-probs per token."""
 
     roles = frozenset({"actor"})
     loss_columns = _COLUMNS
-
-    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
-        return sequence_log_probs(x, log_probs) / sequence_tokens(x)
+    per_token = True
 
 
 @register_algorithm("ipo")
@@ -250,8 +257,7 @@ class IPO(PreferenceAlgorithm):
     """The margin of log-ratios per token regresses to 1 / (2 beta): Azar et al. (arXiv:2310.12036, equation 17), with
     log-ratios per token as its authors compute them."""
 
-    def scores(self, x: LossInput, log_probs: Tensor) -> Tensor:
-        return super().scores(x, log_probs) / sequence_tokens(x)
+    per_token = True
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         return (chosen - rejected - 1 / (2 * self.beta)).square()
@@ -297,7 +303,7 @@ class ORPO(WithoutReference):
 
 
 @register_algorithm("reward_model")
-class RewardModel(BaseAlgorithm):
+class RewardModel(PairAlgorithm):
     """-log sigmoid(chosen - rejected), averaged over pairs: the Bradley-Terry likelihood of preferences
     (arXiv:2203.02155, equation 1).
 
@@ -306,26 +312,15 @@ class RewardModel(BaseAlgorithm):
     """
 
     roles = frozenset({"actor"})
-    loss_columns = _COLUMNS
-    unread = NOT_BY_TOKEN
-    online = False
-    coupled = True
     head = "score"
 
     center_rewards_coefficient: NotNegative = 0.0
 
-    def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        return only_pairs(one_trajectory(batch, self.name))
-
     def compute_loss(self, x: LossInput) -> Loss:
         if x.scores is None:
             raise DataError("reward_model needs scores: train it with a score head")
-        chosen, rejected = split_pairs(x, x.scores)
+        chosen, rejected, metrics = compared(x, x.scores)
         pairs = max(x.total_groups, 1)
         total = -logsigmoid(chosen - rejected).sum() / pairs
         total = total + self.center_rewards_coefficient * (chosen + rejected).square().sum() / pairs
-        metrics = {
-            "pairs/accuracy": accuracy(chosen, rejected) / pairs,
-            "pairs/margin": (chosen - rejected).detach().sum() / pairs,
-        }
-        return Loss(total=total, metrics={**metrics})
+        return Loss(total=total, metrics=metrics)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -97,6 +97,7 @@ class PolicyGradient(BaseAlgorithm):
     zero_where_alike = False
     #: Whether the loss has a ratio to the old policy.
     has_ratio = True
+    _state: ClassVar = {"kl_coef": "_kl_coef"}
     read_with: ClassVar = {
         **dict.fromkeys(("kl_estimator", "kl_coef", "kl_target"), ("kl_in", "reward", "loss")),
         "kl_by_ratio": ("kl_in", "loss"),
@@ -185,7 +186,7 @@ class PolicyGradient(BaseAlgorithm):
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """Loss per token of the actor."""
-        return clipped_loss(bounded_ratio(t.log_ratio), t.advantages, *self.clip_bounds, self.clip_ratio_c)
+        return clipped_loss(self.ratio(t), t.advantages, *self.clip_bounds, self.clip_ratio_c)
 
     def ratio(self, t: PolicyTerms) -> Tensor:
         """`[R]`: of each token's probability to that under the old policy, with gradient."""
@@ -269,12 +270,6 @@ class PolicyGradient(BaseAlgorithm):
             metrics["loss/entropy"] = -bonus.detach()
         return Loss(total=total, metrics=metrics)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self._kl_coef}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._kl_coef = float(state["kl_coef"])
-
     def _rewards(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
         """`[R]` and `[S]`: `token_rewards` where given, else the reward at the last token of each trajectory; and the
         outcome."""
@@ -312,7 +307,7 @@ class PolicyGradient(BaseAlgorithm):
             return batch.add(corrected.drop(batch.columns).among(rows, len(batch))), metrics
         responses = Responses(batch)
         trainer, engine = (responses.tokens(name) for name in ("log_probs", "rollout_log_probs"))
-        log_ratio = correction.LogRatio.of(responses, trainer, engine)
+        log_ratio = correction.LogRatio(responses, trainer, engine)
         columns, weights = {}, None
         if self.rollout_is is not None and self.rollout_is != "ratio":
             weights = columns["rollout_is_weights"] = correction.importance_weights(

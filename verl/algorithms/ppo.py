@@ -19,23 +19,6 @@ from verl.algorithms.registry import register_algorithm
 from verl.errors import DataError
 
 
-def critic_loss(x: LossInput, prefix: str, clip: float | None) -> Loss:
-    """Clipped value loss from `x.values` and the columns `<prefix>values` and `<prefix>returns`."""
-    if x.values is None:
-        raise DataError("the critic's loss needs values: train it with a value head")
-    active = x.weights != 0
-    values, old, returns = (
-        torch.where(active, v, 0.0) for v in (x.values, x.columns[f"{prefix}values"], x.columns[f"{prefix}returns"])
-    )
-    per_token, clipped = value_loss(values, old, returns, clip)
-    tokens = max(x.computed_tokens, 1)
-    metrics: dict[str, Tensor | float] = {
-        f"{prefix}critic/clip_fraction": (clipped & active).sum(dtype=x.weights.dtype) / tokens,
-        f"{prefix}critic/value_mean": values.detach().sum() / tokens,
-    }
-    return Loss(total=(x.weights * per_token).sum(), metrics=metrics)
-
-
 class ActorCritic(PolicyGradient):
     """Base of those whose advantages may come from a critic.
 
@@ -49,8 +32,21 @@ class ActorCritic(PolicyGradient):
     lam: Share = 1.0
     cliprange_value: Positive | None = 0.5
 
-    def compute_critic_loss(self, x: LossInput) -> Loss:
-        return critic_loss(x, "", self.cliprange_value)
+    def compute_critic_loss(self, x: LossInput, prefix: str = "") -> Loss:
+        """Clipped value loss from `x.values` and the columns `<prefix>values` and `<prefix>returns`."""
+        if x.values is None:
+            raise DataError("the critic's loss needs values: train it with a value head")
+        active = x.weights != 0
+        values, old, returns = (
+            torch.where(active, v, 0.0) for v in (x.values, x.columns[f"{prefix}values"], x.columns[f"{prefix}returns"])
+        )
+        per_token, clipped = value_loss(values, old, returns, self.cliprange_value)
+        tokens = max(x.computed_tokens, 1)
+        metrics: dict[str, Tensor | float] = {
+            f"{prefix}critic/clip_fraction": (clipped & active).sum(dtype=x.weights.dtype) / tokens,
+            f"{prefix}critic/value_mean": values.detach().sum() / tokens,
+        }
+        return Loss(total=(x.weights * per_token).sum(), metrics=metrics)
 
 
 @register_algorithm("ppo")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -34,7 +33,7 @@ class GSPO(DAPO):
 
     def ratio(self, t: PolicyTerms) -> Tensor:
         """`[R]`: at each token the geometric mean of its row's token ratios."""
-        return super().ratio(replace(t, log_ratio=t.row_mean(t.log_ratio)))
+        return bounded_ratio(t.row_mean(t.log_ratio))
 
     def policy_loss(self, t: PolicyTerms) -> PolicyLoss:
         """The token form of the paper: value of the row's ratio, gradient through the token's own log-prob."""

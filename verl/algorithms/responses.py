@@ -43,12 +43,12 @@ class Responses:
     @cached_property
     def written(self) -> Tensor:
         """`[R]` bool: tokens that the policy wrote (`response_mask`; without that column, all)."""
-        return self._mask("response_mask")
+        return self.tokens("response_mask", absent=1.0) != 0
 
     @cached_property
     def trained(self) -> Tensor:
         """`[R]` bool: written tokens that the loss counts (`loss_mask`; without that column, all written ones)."""
-        return self.written & self._mask("loss_mask")
+        return self.written & (self.tokens("loss_mask", absent=1.0) != 0)
 
     @cached_property
     def groups(self) -> Tensor:
@@ -62,12 +62,14 @@ class Responses:
             return self.sum(self.tokens("token_rewards"))
         return self.batch.tensor("reward", torch.float64)
 
-    def tokens(self, name: str) -> Tensor:
-        """A token-aligned column, `[R]` fp64.
+    def tokens(self, name: str, absent: float | None = None) -> Tensor:
+        """A token-aligned column, `[R]` fp64; where the batch lacks it `absent`, if given.
 
         Raises:
             DataError: there is no such column, or a row of it is not as long as its response.
         """
+        if absent is not None and name not in self.batch:
+            return torch.full((len(self.sequence),), absent, dtype=torch.float64)
         for row, (have, want) in enumerate(zip(self.batch.lengths(name), self.lengths, strict=True)):
             if have != want:
                 what = f"row {row} has {have} values for {want} tokens"
@@ -113,11 +115,6 @@ class Responses:
         return self.batch.add(
             {name: (v.to(floats) if v.is_floating_point() else v, self.lengths) for name, v in columns.items()}
         )
-
-    def _mask(self, name: str) -> Tensor:
-        if name not in self.batch:
-            return torch.ones(len(self.sequence), dtype=torch.bool)
-        return self.tokens(name) != 0
 
 
 def numbers_of(parts: Sequence[Sequence[int]], rows: int) -> Tensor:

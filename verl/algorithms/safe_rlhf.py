@@ -15,17 +15,17 @@ coefficient, where the paper has half of it in each: after the division the pena
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import Any, ClassVar, Literal
+from functools import partialmethod
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from verl._base.record import Count, Natural, NotNegative, Number, Positive
 from verl.algorithms.advantages import gae, grpo, whiten
-from verl.algorithms.base import Loss, LossInput, drop_abstained
+from verl.algorithms.base import drop_abstained
 from verl.algorithms.policy import Experience
-from verl.algorithms.ppo import ActorCritic, critic_loss
+from verl.algorithms.ppo import ActorCritic
 from verl.algorithms.registry import register_algorithm
 from verl.batch import Batch
 from verl.errors import ConfigError
@@ -47,6 +47,13 @@ class SafeRLHF(ActorCritic):
 
     roles = ActorCritic.roles | {"cost"}
     no_gradient_at_zero = True
+    _state: ClassVar = {
+        **ActorCritic._state,
+        "lambda": "price",
+        "accumulated": "_accumulated",
+        "batches": "_batches",
+        "costs": "_costs",
+    }
     read_with: ClassVar = {
         "norm_adv_by_std": ("baseline", "group"),
         **dict.fromkeys(("gamma", "lam", "cliprange_value"), ("baseline", "critics")),
@@ -74,7 +81,7 @@ class SafeRLHF(ActorCritic):
             self.roles |= {"critic", "cost_critic"}
         self.price = self._accumulated = self.lambda_init
         self._batches = 0
-        self._costs: deque[float] = deque(maxlen=self.lambda_window)
+        self._costs: list[float] = []
 
     def prepare(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         batch, abstained = drop_abstained(batch, ("reward", "cost"), by_group=self.needs_groups)
@@ -97,23 +104,13 @@ class SafeRLHF(ActorCritic):
         advantages = whiten((reward - self.price * cost) / (1 + self.price), e.responses.trained)
         return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns}
 
-    def compute_cost_critic_loss(self, x: LossInput) -> Loss:
-        return critic_loss(x, "cost_", self.cliprange_value)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {"lambda": self.price, "accumulated": self._accumulated, "batches": self._batches}
-        return {**super().state_dict(), **state, "costs": list(self._costs)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.price, self._accumulated = float(state["lambda"]), float(state["accumulated"])
-        self._batches = int(state["batches"])
-        self._costs = deque(map(float, state["costs"]), maxlen=self.lambda_window)
+    # Of the class: an override of the reward critic's loss is not the cost critic's.
+    compute_cost_critic_loss = partialmethod(ActorCritic.compute_critic_loss, prefix="cost_")
 
     def _ascend(self, costs: list[float]) -> None:
         """One step, by the costs of this batch and the window; none if the batch brought no cost."""
         self._batches += 1
-        self._costs.extend(costs)
+        self._costs = [*self._costs, *costs][-self.lambda_window :]
         if not costs or not self.lambda_lr or self._batches <= self.lambda_delay:
             return
         # Divided first: a sum of finite costs may overflow, their mean cannot.

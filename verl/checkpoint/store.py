@@ -127,7 +127,7 @@ class Saving:
                 )
             folders.update(folder for folder in file.parents if folder.is_relative_to(self._staging))
         (self._staging / MANIFEST).write_bytes(dump_manifest({**self._manifest, "files": self._files}))
-        durable.seal(self._staging / MANIFEST)
+        durable.digest(self._staging / MANIFEST, seal=True)
         # The rename comes last, after all that it names is durable: a crash before it leaves a staging directory, which
         # the next save clears, and never half a checkpoint.
         for folder in sorted(folders, reverse=True):

@@ -33,7 +33,7 @@ def plan(config: Config) -> dict[str, str]:
         options = [f"{name}={value}" for name, value in algorithm.options.items()]
         lines["algorithm"] = " ".join([algorithm.name or "the default", *options])
         lines["reward"] = _rewards(config)
-        if config.cost.is_given:
+        if config.cost.origins():
             lines["cost"] = _reward(config.cost)
     lines["data"] = f"{_source(config.data.train)}; held out: {_source(config.data.eval)}"
     lines["a step"] = _step(config)
@@ -167,7 +167,7 @@ def _step(config: Config) -> str:
 def _rewards(config: Config) -> str:
     """The section `reward`, or what rewards the episodes without one."""
     rollout = config.actor_rollout_ref.rollout
-    if config.reward.is_given or not (rollout.environment or rollout.episode):
+    if config.reward.origins() or not (rollout.environment or rollout.episode):
         return _reward(config.reward)
     return "the environment" if rollout.environment else "the episode"
 

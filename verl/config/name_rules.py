@@ -101,10 +101,6 @@ def prompts_of(get: Get) -> Any:
     return _fetched(get) * (get(f"{ASYNC}.trigger_parameter_sync_step") or 4) if is_streamed(get) else _fetched(get)
 
 
-def batch_size(value: Any, get: Get) -> Mapping[str, Any]:
-    return {"data.batch_size": prompts_of(get), **({} if get(f"{ROLLOUT}.n") is not None else {f"{ROLLOUT}.n": 1})}
-
-
 def by_engine(get: Get) -> bool:
     """Whether the ratio of the loss is to the log-probs of the engine."""
     streamed = is_streamed(get) and not get(f"{ASYNC}.compute_prox_log_prob")

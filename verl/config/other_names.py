@@ -65,7 +65,10 @@ NAMES: dict[str, by.Rule] = {
     "data.rollout_batch_size": "data.batch_size",
     "data.train_files": (by.source, "data.train"),
     "data.val_files": (by.source, "data.eval"),
-    "data.train_batch_size": by.batch_size,
+    "data.train_batch_size": lambda value, get: {
+        "data.batch_size": by.prompts_of(get),
+        **({} if get(f"{ROLLOUT}.n") is not None else {f"{ROLLOUT}.n": 1}),
+    },
     "data.gen_batch_size": (by.when, "data.train_batch_size", (by.when, by.FILTERS, "data.batch_size", *by.OFF), None),
     "data.max_response_length": f"{ROLLOUT}.max_new_tokens",
     "data.filter_overlong_prompts": (by.on, {"data.truncation": "drop"}),

@@ -7,14 +7,13 @@ A field that is `free` does not change the numbers of a run, and so stays out of
 from __future__ import annotations
 
 import math
-import re
+from functools import partial
 from os.path import expanduser
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from verl._base.names import check_known
 from verl._base.record import (
     AsTuple,
     AtOnce,
@@ -34,6 +33,7 @@ from verl._base.record import (
     cost,
     function_path,
     limit,
+    matching,
     output,
     result,
     wrong,
@@ -94,17 +94,10 @@ def _eval_metric(value: str) -> str:
     return value if value == KL else function_path(value)
 
 
-def _reward_name(value: str) -> str:
-    check_known("no reward is called", [value], REWARDS, ValueError)
-    return value
-
-
-def _directory_name(value: str) -> str:
-    if not re.fullmatch(r"\w[\w.-]*", value):
-        raise ValueError(f"must be letters, digits and . _ - with no / or space, not '{value}'")
-    return value
-
-
+DirectoryName = Annotated[
+    str,
+    AfterValidator(partial(matching, pattern=r"\w[\w.-]*", rule="letters, digits and . _ - with no / or space")),
+]
 Logger = Literal["console", "tensorboard", "wandb", "trackio", "mlflow"]
 #: A parquet or JSONL file (or several), or a procedural task with its options.
 Source = Annotated[str | dict[str, Any], AfterValidator(_source)]
@@ -224,7 +217,7 @@ class RewardPart(Record):
     """Where a reward comes from: exactly one of a function, a built-in, a model, a server."""
 
     path: FunctionPath | None = result(None, "a function of your own, as FILE.py:FUNCTION")
-    name: Annotated[str, AfterValidator(_reward_name)] | None = result(
+    name: str | None = result(
         None, "a reward by name: task (its own verifier), code (tests in a sandbox), math, or a registered one"
     )
     model: str | None = result(None, "a reward model: directory or hub name")
@@ -239,6 +232,8 @@ class RewardPart(Record):
     )
 
     def _check(self) -> None:
+        if self.name is not None and self.name not in REWARDS:
+            raise wrong("name", f"no reward is called '{self.name}': {nearest(self.name, REWARDS)}")
         if self.answer != "whole" and self.name is None:
             raise wrong("answer", "is for built-in rewards (name); a function or model reads the whole response")
         if self.dtype != "auto" and self.model is None:
@@ -252,7 +247,8 @@ class RewardPart(Record):
 
     def origins(self) -> list[str]:
         """Which of the origins are set."""
-        return [name for name in ("path", "name", "model", "url") if getattr(self, name) not in (None, ())]
+        names = ("path", "name", "model", "url", "components")
+        return [name for name in names if getattr(self, name, None) not in (None, (), {})]
 
 
 class RewardComponent(RewardPart):
@@ -268,14 +264,9 @@ class CostConfig(RewardPart):
         {}, "several rewards by name, each with path, name, model or url, and weight; summed"
     )
 
-    @property
-    def is_given(self) -> bool:
-        """Whether it names any origin."""
-        return bool(self.components or self.origins())
-
     def _check(self) -> None:
         super()._check()
-        if len(origins := [*self.origins(), *(["components"] if self.components else [])]) > 1:
+        if len(origins := self.origins()) > 1:
             message = "give one of path, name, model, url and components"
             raise PydanticCustomError("several", "{message}", {"message": message, "keys": " ".join(origins)})
         for name, part in self.components.items():
@@ -370,7 +361,7 @@ class TrainerConfig(SavingSettings, LimitSettings, UpdateSettings):
     total_epochs: Count | None = limit(None, "passes over data.train, instead of total_steps", free=True)
     seed: Seed = result(0, "seed of everything random")
     project: str = output("verl", "the project's name in W&B and MLflow", free=True)
-    run_name: Annotated[str, AfterValidator(_directory_name)] | None = output(
+    run_name: DirectoryName | None = output(
         None, "first part of the run directory's name (null: algorithm, model and data)", free=True
     )
     output_dir: Annotated[str, AfterValidator(expanduser)] = output("runs", "where run directories are made", free=True)

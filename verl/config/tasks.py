@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from verl._base.record import AsTuple, AtOnce, NotNegative, Record, function_path, result, wrong
+from verl._base.record import AsTuple, AtOnce, NotNegative, Record, function_path, matching, result, wrong
 
-
-def _name(value: str) -> str:
-    if not re.fullmatch(r"\w[\w-]*", value):
-        raise ValueError(f"must be letters, digits, _ and -, not '{value}'")
-    return value
-
-
-TaskName = Annotated[str, AfterValidator(_name)]
-
-
+TaskName = Annotated[str, AfterValidator(partial(matching, pattern=r"\w[\w-]*", rule="letters, digits, _ and -"))]
 AlgorithmName = Annotated[str, AfterValidator(lambda value: function_path(value) if ":" in value else value)]
 
 

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field
 
 from verl._base.combinations import conflicts, named
 from verl._base.record import (
-    ONLY_GPUS,
     AtOnce,
     Count,
     FunctionPath,
@@ -96,8 +95,11 @@ class RolloutOptions(Record):
     transport: Literal["shared_memory", "queue"] = cost(
         "shared_memory", "how samples and weights travel between processes; the results are the same", free=True
     )
+    # No machine without accelerators can tell whether another value works.
     gpus_per_rollout_worker: int | None = cost(
-        None, "accelerators of one rollout worker (null: the one the model is on)", later=ONLY_GPUS
+        None,
+        "accelerators of one rollout worker (null: the one the model is on)",
+        later="only GPUs can show it, and it has not been shown",
     )
 
     def _check(self) -> None:

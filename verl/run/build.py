@@ -99,7 +99,7 @@ def tasks_of(config: Config) -> list[Task]:
     algorithm, n = make_algorithm(config.algorithm.name, **config.algorithm.options), config.actor_rollout_ref.rollout.n
     episode = rewarding_episode(config)
     for role in ("reward", "cost"):
-        is_given = getattr(config, role).is_given
+        is_given = getattr(config, role).origins()
         if is_given and role not in algorithm.roles | algorithm.measures:
             raise ConfigError(f"algorithm '{algorithm.name}' has no {role}: leave the section '{role}' out")
         if role in algorithm.roles and not is_given and (role == "cost" or episode is None):
@@ -113,7 +113,7 @@ def sources_of(config: Config) -> dict[str, Reward]:
     names = ("timeout", "retries", "max_failure_rate", "workers", "max_workers", "process")
     options: dict[str, Any] = {name: getattr(calls, name) for name in names}  # of costs, too
     options["default_reward"] = None if calls.on_failure == "abstain" else calls.on_failure
-    sections = {role: section for role in ("reward", "cost") if (section := getattr(config, role)).is_given}
+    sections = {role: section for role in ("reward", "cost") if (section := getattr(config, role)).origins()}
     return {role: Reward(_source(section), load=False, **options) for role, section in sections.items()}
 
 
@@ -153,7 +153,7 @@ def _readers(
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
     played = rollout.episode or rollout.environment
     rejects = any(type(each).keep is not BaseAlgorithm.keep for each in algorithms.values())
-    calls = bool(config.tasks) or config.reward.is_given or config.cost.is_given or played is not None
+    calls = bool(config.tasks or config.reward.origins() or config.cost.origins()) or played is not None
     samples = any(each.online for each in algorithms.values())
     can = any(hasattr(each, "kl_in") for each in algorithms.values())
     reads = ", unless you set algorithm.kl_in to reward or loss" if can else ""

@@ -75,7 +75,7 @@ def _task(config: Config) -> Task:
     if config.data.eval is None:
         raise ConfigError("data.eval names no problems to evaluate on: give DATA")
     episode = rewarding_episode(config)
-    if not config.reward.is_given and episode is None:
+    if not config.reward.origins() and episode is None:
         raise ConfigError("no reward is given: --reward FILE.py:FUNCTION, task or NAME (see docs/rewards.md)")
     return Task(reward=sources_of(config).get("reward"), episode=episode)
 
