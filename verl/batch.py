@@ -204,6 +204,10 @@ class Batch:
     __iter__ = rows
 
     @checked
+    def row(self, index: Natural) -> dict[str, Any]:
+        return next(self.take([index]).rows())
+
+    @checked
     def add(self, columns: Mapping[str, Any] | Batch) -> Batch:
         """This batch with more columns, aligned row for row. A `Batch` adds the columns this one lacks.
 

@@ -99,7 +99,9 @@ class Updater:
         return prepare(self.algorithm, self.actor, samples, together)
 
     def update(self, sequences: Batch, rewards: Any = None) -> dict[str, float]:
-        """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column."""
+        """Update every model from scored sequences; `rewards` as in `Actor.update`, or already a column.
+
+        For users' own loops: a trainer calls `verl.trainer.step.learn`, which takes several tasks."""
         batch = sequences if rewards is None else add_rewards(sequences, rewards)
         prepared, metrics = self.prepare(self.compute_log_probs_and_values(batch))
         of_roles = [role_metrics("actor", self.actor.train(prepared, self.algorithm))]

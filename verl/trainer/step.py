@@ -1,8 +1,8 @@
 """A training step: samples are drawn and scored, then every model learns from them.
 
-    prompts --> rollout --group by group--> rewards, users' nodes --+
-                   |                                                +--> barrier --> prepare --> critics, actor
-                   +--all samples--> reference, values -------------+     draw | learn
+    prompts --> rollout --group by group--> rewards, users' nodes --+             old log-probs,     critics,
+                   |                                                +-> barrier -> advantages    -> actor, weight sync
+                   +--all samples--> reference, values -------------+    draw | learn
 
 Everything that trains runs these two functions: `Trainer` and `verl train` for each of their tasks, `RLDataPipeline`
 and expressions on the stages that their user names, asynchronous training on groups that its workers have sampled.
@@ -32,9 +32,9 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
     """Samples with their rewards, reference log-probs and values.
 
     Args:
-        graph: the rollout, rewards, nodes of the user's, and forwards of models. Without a rollout, `prompts` are
-            samples already.
-        in_step: not for an evaluation, whose work no step's record counts.
+        graph: the rollout, rewards, users' nodes, and forwards of models, as `Task.bind` makes them. Without a rollout,
+            `prompts` are samples already.
+        in_step: False: an evaluation, which is not counted in a step's record.
 
     Raises:
         ClusterError: a deadline passed; names the node waited for, stacks of all threads are in the log.
@@ -45,7 +45,8 @@ async def draw(graph: Graph, prompts: Batch, run: Run, *, in_step: bool = True) 
         groups = GraphRun(graph, prompts, calls, run.models)
         sampling = [] if graph.source is None else [groups.sample(graph.source)]
         scoring = [groups.run(node) for node in graph.of_kind("rows", "batch")]  # while later groups are sampled
-        forwards = [groups.run(node) for node in graph.of_kind("forward")]  # one by one, while rewards are waited for
+        # After the rollout, which holds the models: one by one, on all samples, while rewards are waited for.
+        forwards = [groups.run(node) for node in graph.of_kind("forward")]
         await all_of([*sampling, *forwards, *scoring])
         return groups.result()
 
@@ -64,13 +65,14 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
     async with run.calls() as calls, run.models.held_by(object()):
         for updater, samples in drawn:
             algorithm = updater.algorithm
-            # Advantages, returns, weights; before them the log-probs before the update, where they are needed.
+            # The old log-probs (a forward of the actor) where the loss needs them, then `BaseAlgorithm.prepare`:
+            # advantages, returns, weights.
             prepared, of_algorithm = await calls.in_thread(
                 updater.named("prepare"), updater.prepare, samples, together, role="controller", limit=limit
             )
             all_prepared.append(prepared)
             metrics = disjoint(_METRIC, metrics, updater.metrics(of_algorithm))
-            if not len(prepared):  # rewards that keep failing end the run by themselves
+            if not len(prepared):  # all rows were dropped: nothing to learn from
                 continue
             for role, critic in updater.critics.items():
                 name, late = updater.named(f"update_{role}"), deadline_of(critic)
@@ -79,7 +81,7 @@ async def learn(actor: Actor, drawn: Sequence[tuple[Updater, Batch]], run: Run) 
                 metrics = disjoint(_METRIC, metrics, updater.metrics(role_metrics(role, of_critic)))
             of_task: dict[str, Any] = {"samples": together, "weight": updater.weight, "name": updater.name}
             losses.append(actor.update_part(prepared, algorithm, **of_task))
-        if losses:  # mini-batches and their optimizer steps; then the engine that generates gets the weights
+        if losses:  # the loss is computed in `MiniBatch.loss`; after the optimizer steps the rollout engine is synced
             updates.append(await calls.in_thread("update_actor", actor.train_parts, losses, role="actor", limit=limit))
             metrics = disjoint(_METRIC, metrics, role_metrics("actor", updates[-1]))
     if all("update/empty" in of_model for of_model in updates):

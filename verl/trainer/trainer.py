@@ -271,7 +271,7 @@ class Trainer(Loop):
             RewardError, RolloutError: too many of the latest rewards or episodes failed.
         """
         began = self._begin()
-        # Side by side: rollouts run one at a time, and the rewards of one task are waited for while another is sampled.
+        # Rollouts run one at a time; the rewards of one task are waited for while another task is sampled.
         work = {name: self._collect_task(name, part) for name, part in self.mixture.split(prompts).items()}
         samples = dict(zip(work, run_sync(all_of(work.values())), strict=True))
         return self._finish_step(self._learn_from(samples), began)
@@ -394,7 +394,7 @@ class Trainer(Loop):
         """Raises RewardError or RolloutError if every reward, or every episode, of a task has failed so far."""
         for task in self.tasks.values():
             if task.episodes.all:
-                raise RolloutError("every episode failed (the warnings say why), so nothing was learned: mend it")
+                raise RolloutError("every episode failed (the warnings say why), so nothing was learned: fix it")
             for source in task.sources.values():
                 source.check_failures()
 

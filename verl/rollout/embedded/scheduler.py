@@ -1,13 +1,13 @@
 """The schedule of generation: `Scheduler.schedule` makes the `ScheduledBatch` of a step, `ModelRunner.run` computes it.
 
-        add                         waiting  <-----------------------.
+        EmbeddedEngine.add -------> waiting  <-----------------------.
                                        | _admit: blocks are taken    | _make_room: the cache is full;
-                                       v                             | preempt_all: it is out of date
+                                       v                             | preempt_all: the cache is out of date
           .------------------------>running -------------------------'
           |                            |
           |                            | _make_room: a block for the next token
-          |                            | _plan_prompts: a chunk of each prompt not in the cache yet
-          |                            | _plan_responses: the last token of each response
+          |                            | _plan_prefill: a chunk of each prompt that is not in the cache yet
+          |                            | _plan_decode: the last token of each response
           |                            v
           |                      ScheduledBatch
           |                            | ModelRunner.run: forward, `sample_next`: tokens in flight
@@ -15,7 +15,8 @@
           '--- unfinished --- PendingTokens.take --- ended --> end: blocks are freed, or stay as a cached prefix
 
 A response's first token is sampled from the hidden state of its prompt's last token, each later one from the hidden
-state of the token before it. Weights change between steps alone, after `preempt_all` (`EmbeddedEngine.load_shards`).
+state of the token before it. Weights change only between steps, after `preempt_all` (`EmbeddedEngine.load_shards`;
+optimizer steps on tensors that the engine shares, while it sleeps).
 
 **Tokens in flight** are sampled and not yet read by the host. `PendingTokens` counts them in `Response.in_flight`: up
 when they are sampled, down when the host reads them. Where the engine looks ahead, a step is scheduled before the
@@ -59,7 +60,7 @@ class EngineOptions:
             which differ by rounding from those of a prefill.
         compiled: on CPU use the compiled kernels where they can be built.
         look_ahead: launch a step before the tokens of the one before are read, decode steps from fixed buffers; None:
-            on an accelerator. Not where ranks share the model.
+            on an accelerator. Ignored under tensor parallelism.
 
     Raises:
         ConfigError: a number is not positive.
@@ -74,7 +75,7 @@ class EngineOptions:
 
 @dataclass
 class ScheduledBatch:
-    """The work of a step: the new tokens of some sequences, one sequence after the other, and who samples then.
+    """The work of a step: the new tokens of some sequences, one sequence after the other, and what to sample.
 
     Attributes:
         block: tokens of a block.
@@ -167,8 +168,8 @@ class Scheduler:
         self._admit()
         self._make_room()
         batch = ScheduledBatch(self.cache.block)
-        self._plan_prompts(batch)
-        self._plan_responses(batch)
+        self._plan_prefill(batch)
+        self._plan_decode(batch)
         self.steps += bool(batch.tokens)
         return batch
 
@@ -234,8 +235,8 @@ class Scheduler:
                     self.waiting.appendleft(self.running[-1])
                     self._leave(self.running[-1])
 
-    def _plan_prompts(self, batch: ScheduledBatch) -> None:
-        """Plan chunks of prompts in their order of arrival."""
+    def _plan_prefill(self, batch: ScheduledBatch) -> None:
+        """Prefill: a chunk of each prompt, in their order of arrival."""
         budget, size = self.options.step_tokens, self.cache.block
         turns: list[tuple[PromptState, int, int]] = []
         for prompt in self.prompts.values():
@@ -289,9 +290,8 @@ class Scheduler:
                 prompt.computed += count
         return True
 
-    def _plan_responses(self, batch: ScheduledBatch) -> None:
-        """Plan the tokens of responses whose prompts are computed: the last token, or after a preemption a chunk of
-        its tokens."""
+    def _plan_decode(self, batch: ScheduledBatch) -> None:
+        """Decode responses whose prompts are computed: the last token, or after a preemption a chunk of the tokens."""
         budget, size = max(0, self.options.step_tokens - len(batch.tokens)), self.cache.block
         computed = [each for each in self.prompts.values() if each.computed == len(each.tokens)]
         for prompt, response in ((each, response) for each in computed for response in each.running):
