@@ -115,6 +115,20 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         verl.Reward(AutoModelForSequenceClassification.from_config(config), tokenizer=make_tokenizer())
 
 
+def test_a_model_is_read_when_it_is_made_or_later(tmp_path: Path) -> None:
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    scores = verl.Reward(model=model, tokenizer=tokenizer).get_reward(SAMPLES)["reward"]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    later = [verl.Reward(model=str(tmp_path), load=load) for load in (False, True)]
+    scorer = [reward.source.function for reward in later]  # type: ignore[attr-defined]
+    assert scorer[0].model is None and scorer[1].model is not None
+    assert [reward.get_reward(SAMPLES)["reward"] for reward in later] == [scores, scores]
+    assert scorer[0].model is not None
+    with pytest.raises(ModelError):
+        verl.Reward(model=str(tmp_path / "missing"), load=False).load()
+
+
 def test_a_tokenizer_that_fails_abstains() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None

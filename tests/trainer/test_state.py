@@ -405,6 +405,26 @@ def test_the_reference_is_hashed_once(tiny: Path, monkeypatch: pytest.MonkeyPatc
     assert len(hashed) == 1
 
 
+def test_an_algorithm_that_keeps_no_number_is_damage(saved: tuple[verl.Trainer, Path]) -> None:
+    trainer, directory = saved
+    content = json.loads((directory / "step-000002" / "trainer.json").read_text())
+    for algorithm in ({"kl_coef": "high"}, {"kl_coef": "0.5"}, {"kl_coef": [0.5]}, {"kl_coef": None}, {}):
+        forged = {**content, "tasks": {"main": {**content["tasks"]["main"], "algorithm": algorithm}}}
+        reforge(directory / "step-000002", "trainer.json", json.dumps(forged).encode())
+        assert found(trainer, directory).step == 1
+        assert trainer.algorithm.state_dict()["kl_coef"] > 0
+
+
+def test_lists_of_an_algorithm_hold_numbers() -> None:
+    algorithm = verl.algorithms.make_algorithm("safe_rlhf")
+    state = algorithm.state_dict()
+    for costs in (["high"], 0.5, None, [[1.0]], {"a": 1.0}):
+        with pytest.raises(ValueError, match="the state 'costs' of algorithm 'safe_rlhf' must be numbers"):
+            algorithm.load_state_dict({**state, "costs": costs})
+    algorithm.load_state_dict({**state, "costs": [1.0, 2], "batches": 3})
+    assert algorithm.state_dict() == {**state, "costs": [1.0, 2], "batches": 3}
+
+
 def test_a_reward_that_keeps_no_number_is_damage(saved: tuple[verl.Trainer, Path]) -> None:
     trainer, directory = saved
     content = json.loads((directory / "step-000002" / "trainer.json").read_text())

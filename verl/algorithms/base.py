@@ -243,8 +243,15 @@ class BaseAlgorithm(ABC):
         return {name: getattr(self, attribute) for name, attribute in self._state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
+        """Restores `state_dict()`.
+
+        Raises:
+            KeyError, ValueError: a value is missing, or is not a number.
+        """
         for name, attribute in self._state.items():
+            numbers = state[name] if isinstance(getattr(self, attribute), list) else [state[name]]
+            if not isinstance(numbers, list) or not all(isinstance(number, int | float) for number in numbers):
+                raise ValueError(f"the state '{name}' of algorithm '{self.name}' must be numbers, not {state[name]!r}")
             setattr(self, attribute, state[name])
 
 
